@@ -1,0 +1,43 @@
+"""The vocabulary axis: looked up by an embedding, classified over by a cross entropy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from meg_compile.axes.atoms import Dims, name
+from meg_compile.axes.op import Op, rule
+from meg_compile.axes.rules.elementwise import broadcast
+
+
+@rule("embedding")
+def embedding(op: Op, table: Dims, index: Dims, *args: Any) -> Dims:
+    op.lookup = table[0]
+    op.space = Dims(index + table)
+    op.sum(table[0])
+    name(table[1], "embed")
+    return Dims(index + table[1:])
+
+
+@rule("cross_entropy_loss")
+def cross_entropy(
+    op: Op,
+    x: Dims,
+    target: Dims,
+    weight: Dims | None = None,
+    reduction: int = 1,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+) -> Dims:
+    """Only the plain kind, logits [N, classes] and class indices [N], is computed on a sharded vocabulary."""
+    c = min(1, len(x) - 1)
+    if len(x) != 2 or len(target) != 1:
+        op.whole(x[c], "is taken over other than [N, classes]")
+    if weight is not None or label_smoothing:
+        op.whole(x[c], "is weighted or smoothed over it")
+    broadcast(x.put(c), target)
+    if reduction:
+        for dim in target:
+            op.whole(dim, "sums over it")
+    op.classes = x[c]
+    name(x[c], "vocab")
+    return Dims() if reduction else target

@@ -1,0 +1,84 @@
+"""compile(): a plain model, example inputs and a plan become a program. Its steps are the architecture."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from meg_compile.axes.infer import Axes, infer
+from meg_compile.axes.layout import Layout, Shard, shard
+from meg_compile.graph.capture import Captured, Loss, capture
+from meg_compile.models.loss import cross_entropy
+from meg_compile.passes.check import check_shapes
+from meg_compile.passes.choose import choose
+from meg_compile.passes.partition import Stage, partition
+from meg_compile.passes.tensor import tensor_parallel
+from meg_compile.passes.tokens import sum_over_tokens
+from meg_compile.plan import Plan
+from meg_compile.program import ParamSpec, Program
+from meg_compile.runtime.init import from_module, record
+
+
+def compile(
+    model: nn.Module | Callable[[], nn.Module],
+    inputs: dict[str, torch.Tensor],
+    plan: Plan,
+    loss: Loss | None = cross_entropy,
+    dtype: torch.dtype | None = None,
+) -> Program:
+    """Compile a plain model for a parallel plan. No process is started and nothing is allocated.
+
+    model:   a module, real or on meta; or a function without arguments that builds one, which is then never held whole.
+    inputs:  example tensors of one micro-batch by field name; values do not matter, sizes do.
+    loss:    loss(logits, labels) for a model that returns logits; one that returns its loss needs none.
+    dtype:   train in this dtype (for a builder; a ready module is taken as it is).
+
+    Refused, with every fault found, for what cannot work; CaptureError for a model that cannot become a graph.
+    """
+    module, source = (model, from_module(model)) if isinstance(model, nn.Module) else record(model)
+    if dtype is not None and not isinstance(model, nn.Module):
+        module = module.to(dtype)
+
+    captured = capture(module, inputs, loss)
+    units = sum_over_tokens(captured.graph)
+    axes = infer(captured.graph, captured.tensors)
+    choice = choose(axes, plan)
+    parallel = tensor_parallel(captured.graph, axes, choice.layout)
+    check_shapes(parallel.graph, choice.layout, _on_meta(captured, axes, choice.layout), inputs)
+    stages = partition(parallel.graph, plan)
+
+    params = _specify(captured, axes, choice.layout, stages, parallel.partial)
+    fields = {name: inputs[name].to("meta") for name in captured.fields}
+    return Program(plan, fields, stages, params, units, captured, axes, choice, source)
+
+
+def _on_meta(captured: Captured, axes: Axes, layout: Layout) -> dict[str, torch.Tensor]:
+    """Local parameters and buffers of a rank, without storage."""
+    return {
+        name: torch.empty([layout.local(d) for d in dims], dtype=captured.tensors[name].dtype, device="meta")
+        for name, dims in axes.stored.items()
+    }
+
+
+def _specify(
+    captured: Captured, axes: Axes, layout: Layout, stages: list[Stage], partial: set[str]
+) -> dict[str, ParamSpec]:
+    """Who holds what. A parameter that no stage reads is kept by the first."""
+    specs = {}
+    for name, tensor in captured.tensors.items():
+        dims = axes.stored.get(name)
+        whole = Shard(tuple(tensor.shape), tuple(tensor.shape), ())
+        specs[name] = ParamSpec(
+            name,
+            tuple(tensor.shape),
+            tensor.dtype,
+            tensor.requires_grad,
+            name in captured.buffers,
+            tuple(alias for alias, target in captured.aliases.items() if target == name),
+            tuple(s.index for s in stages if name in s.params) or (0,),
+            tuple(shard(layout, dims, r) if dims is not None else whole for r in range(layout.tp)),
+            name in partial,
+        )
+    return specs

@@ -1,0 +1,198 @@
+"""Capture: a plain model and its loss become one torch.fx graph of ATen operators.
+
+In:  an `nn.Module` in training mode (real or on meta), example tensors of one micro-batch, a loss.
+Out: `Captured`, a graph whose placeholders are the fields of a batch and whose get_attr nodes carry the user's
+     own parameter names, with its one output, the loss. The same operators run as in the plain model.
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from meg_compile.axes.infer import module_path
+from meg_compile.errors import CaptureError, Fault
+from meg_compile.graph.clean import clean
+from meg_compile.graph.sentinel import sentinel
+
+Loss = Callable[..., torch.Tensor]
+
+
+@dataclass
+class Captured:
+    """A captured training step, forward and loss.
+
+    graph:    placeholders are named by the batch's fields; the output is the scalar loss.
+    tensors:  parameters, buffers and constants by the user's names; a tied one once, under its first name.
+    aliases:  every other name of a tied parameter -> the name it stands under.
+    buffers:  the names in `tensors` that are buffers or constants.
+    fields:   the batch's fields that the graph reads, in the order of its placeholders.
+    """
+
+    graph: fx.Graph
+    tensors: dict[str, torch.Tensor]
+    aliases: dict[str, str]
+    buffers: set[str]
+    fields: tuple[str, ...]
+
+
+class _Step(nn.Module):
+    """The model and its loss as one module that takes the fields of a batch in order."""
+
+    def __init__(self, model: nn.Module, loss: Loss | None, binding: dict[str, str], fields: tuple[str, ...]):
+        super().__init__()
+        self.model = model
+        self.loss = loss
+        self.binding = binding
+        self.fields = fields
+
+    def forward(self, *values: torch.Tensor) -> torch.Tensor:
+        batch = dict(zip(self.fields, values, strict=True))
+        out = self.model(**{param: batch[name] for name, param in self.binding.items()})
+        found = find_loss(out)
+        if found is not None:
+            return found
+        if self.loss is None or "labels" not in batch:
+            raise TypeError("the model returns no loss, and the batch has no `labels` to compute one from")
+        return self.loss(find_logits(out), batch["labels"])
+
+
+def capture(model: nn.Module, inputs: dict[str, torch.Tensor], loss: Loss | None) -> Captured:
+    """Capture a model with its loss. CaptureError names the user's source line and what stopped it."""
+    binding = bind(model, inputs)
+    fields = tuple(name for name in inputs if name in binding or name == "labels")
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    examples = tuple(torch.empty_like(inputs[name], device=device) for name in fields)
+    step = _Step(model, loss, binding, fields)
+    was_training = model.training
+    model.train()
+    try:
+        with sentinel(model):
+            program = torch.export.export(step, examples, strict=False)
+            if any(_mutates(node) for node in program.graph.nodes):
+                program = program.run_decompositions({})
+    except CaptureError:
+        raise
+    except Exception as error:
+        raise CaptureError(_explain(error)) from error
+    finally:
+        model.train(was_training)
+    module = program.module(check_guards=False)
+    return _take(module, step, fields)
+
+
+def bind(model: nn.Module, inputs: dict[str, torch.Tensor]) -> dict[str, str]:
+    """field of the batch -> parameter of the model's forward.
+
+    By name; `input_ids` goes to the first parameter where no name fits. A field that the model does not name is
+    left out (`labels` are then the loss's).
+    """
+    params = [
+        p.name
+        for p in inspect.signature(model.forward).parameters.values()
+        if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+    ]
+    binding = {name: name for name in inputs if name in params}
+    if "input_ids" in inputs and "input_ids" not in binding and params and params[0] not in binding:
+        binding["input_ids"] = params[0]
+    required = [
+        p.name
+        for p in inspect.signature(model.forward).parameters.values()
+        if p.default is p.empty and p.name in params and p.name not in binding.values()
+    ]
+    if required or not binding:
+        raise CaptureError(
+            Fault(
+                f"{type(model).__name__}.forward",
+                None,
+                f"takes {', '.join(required) or 'nothing'}, and the data has the fields {', '.join(inputs)}",
+                "name the data's fields as forward's parameters",
+            )
+        )
+    return binding
+
+
+def find_loss(out: Any) -> torch.Tensor | None:
+    """The loss in what a model returned: under the name `loss`, or the one scalar."""
+    named = out.get("loss") if isinstance(out, dict) else getattr(out, "loss", None)
+    if isinstance(named, torch.Tensor):
+        return named
+    values = out if isinstance(out, (list, tuple)) else [out]
+    scalars = [v for v in values if isinstance(v, torch.Tensor) and v.dim() == 0 and v.is_floating_point()]
+    return scalars[0] if len(scalars) == 1 else None
+
+
+def find_logits(out: Any) -> torch.Tensor:
+    if isinstance(out, dict):
+        return out["logits"]
+    if isinstance(out, (list, tuple)):
+        return out[0]
+    return out if isinstance(out, torch.Tensor) else out.logits
+
+
+def _mutates(node: fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return node.op == "call_function" and schema is not None and schema.is_mutable
+
+
+def _take(module: fx.GraphModule, step: _Step, fields: tuple[str, ...]) -> Captured:
+    """The graph and tensors of an exported module, under the user's names; a tied tensor under its first."""
+    every = [*step.named_parameters(remove_duplicate=False), *step.named_buffers(remove_duplicate=False)]
+    first: dict[int, str] = {}
+    for name, tensor in every:
+        first.setdefault(id(tensor), module_path(name))
+    aliases = {module_path(name): first[id(t)] for name, t in every if module_path(name) != first[id(t)]}
+
+    graph, env, placeholders = fx.Graph(), {}, iter(fields)
+    tensors = {first[id(p)]: p for p in step.parameters()}
+    for node in module.graph.nodes:
+        if node.op == "output":
+            graph.output(env[node.all_input_nodes[0]])
+            continue
+        if node.op == "placeholder":
+            env[node] = graph.placeholder(next(placeholders))
+        elif node.op == "get_attr":
+            value = operator.attrgetter(node.target)(module)
+            name = first.get(id(value), module_path(node.target))
+            tensors[name] = value
+            env[node] = graph.get_attr(name)
+            env[node].meta["val"] = value
+            continue
+        else:
+            env[node] = graph.node_copy(node, env.__getitem__)
+        env[node].meta = dict(node.meta)
+    clean(graph)
+
+    params = {id(p) for p in step.parameters()}
+    read = {n.target for n in graph.nodes if n.op in ("get_attr", "placeholder")}
+    tensors = {name: t for name, t in tensors.items() if name in read or id(t) in params}
+    buffers = {name for name, t in tensors.items() if id(t) not in params}
+    _drop_unread_fields(graph)
+    return Captured(graph, tensors, aliases, buffers, tuple(f for f in fields if f in read))
+
+
+def _drop_unread_fields(graph: fx.Graph) -> None:
+    for node in list(graph.nodes):
+        if node.op == "placeholder" and not node.users:
+            graph.erase_node(node)
+
+
+def _explain(error: Exception) -> Fault:
+    """The model's own words, at the user's own line."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not _is_ours(f.filename)]
+    where = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "the model"
+    text = str(error).strip().split("\n\n")[0].split("\n")
+    said = " ".join(line.strip() for line in text[:3])[:400]
+    line = f" at `{frames[-1].line}`" if frames and frames[-1].line else ""
+    return Fault(where, None, f"{type(error).__name__}: {said}{line}", "change the inputs or this line of the model")
+
+
+def _is_ours(filename: str) -> bool:
+    return any(part in filename for part in ("/torch/", "/meg_compile/", "<frozen", "<string>"))

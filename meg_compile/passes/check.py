@@ -1,0 +1,62 @@
+"""A trial run on meta tensors: every value of a rewritten graph has the local shape that its axes predict.
+
+Many a literal that a rewrite forgets runs without an error (view(B, T, 12, -1) makes a head of another size), so that
+shapes are compared at every node, always.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from meg_compile.axes.atoms import Dims
+from meg_compile.axes.layout import Layout
+from meg_compile.errors import MegError
+from meg_compile.graph.clean import retarget
+from meg_compile.ops.group import Group
+from meg_compile.passes.tensor import RNG, TP
+
+META = torch.device("meta")
+
+
+def check_shapes(
+    graph: fx.Graph, layout: Layout, tensors: dict[str, torch.Tensor], inputs: dict[str, torch.Tensor]
+) -> None:
+    """Run the graph on meta tensors; leaves every node's local value in meta["val"].
+
+    tensors: the local parameters and buffers, on meta. MegError for a shape that the axes do not predict.
+    """
+    retarget(graph, META)
+    root: dict[str, Any] = {**tensors, TP: Group(layout.tp), RNG: None}
+    names = [n.target for n in graph.nodes if n.op == "placeholder"]
+    with torch.no_grad():
+        _Trial(_Root(root), layout, graph).run(*(inputs[name].to(META) for name in names))
+
+
+class _Root(torch.nn.Module):
+    def __init__(self, values: dict[str, Any]):
+        super().__init__()
+        self.values = values
+
+
+class _Trial(fx.Interpreter):
+    def __init__(self, root: _Root, layout: Layout, graph: fx.Graph):
+        super().__init__(root, garbage_collect_values=True, graph=graph)
+        self.layout = layout
+
+    def fetch_attr(self, target: str) -> Any:
+        return self.module.values[target]
+
+    def run_node(self, n: fx.Node) -> Any:
+        got = super().run_node(n)
+        n.meta["val"] = got
+        dims = n.meta.get("dims")
+        pairs = zip(got, dims, strict=True) if isinstance(dims, list) else [(got, dims)]
+        for value, expected in pairs:
+            if isinstance(value, torch.Tensor) and isinstance(expected, Dims):
+                local = [self.layout.local(dim) for dim in expected]
+                if list(value.shape) != local:
+                    raise MegError(f"{n.format_node()}: shape {list(value.shape)} on a shard, not {local}")
+        return got

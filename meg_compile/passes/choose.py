@@ -1,0 +1,158 @@
+"""Choose which axes to shard over the tp ranks.
+
+A Megatron pair is an axis that one linear map produces and a later one contracts, with nothing on the way that
+needs it whole (Shoeybi et al. 2019, arXiv:1909.08053, section 3). A vocabulary is one that an embedding looks up, or
+that a cross entropy classifies over. The axes that move most weight for least traffic come first; two that meet in one
+tensor cannot both be sharded.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from math import gcd
+
+from meg_compile.axes.atoms import Atom, atoms, branches, leaves
+from meg_compile.axes.infer import Axes
+from meg_compile.axes.layout import Layout
+from meg_compile.errors import Fault, Refused
+from meg_compile.plan import Plan
+
+
+@dataclass
+class Choice:
+    """The layout that was chosen, and for each axis that could have been sharded and is not, why."""
+
+    layout: Layout
+    refused: dict[Atom, str] = field(default_factory=dict)
+
+
+def choose(axes: Axes, plan: Plan) -> Choice:
+    """Refused, naming every axis that tp does not divide, unless plan.strict is off (then they stay whole)."""
+    if plan.tp == 1:
+        return Choice(Layout(1, frozenset()))
+    found = find_candidates(axes)
+    near = _neighbours(axes, set(found.ranked))
+    banned: dict[Atom, str] = {}
+    while True:
+        choice = _place(found, near, banned, plan.tp)
+        uneven = _uneven(axes, choice.layout)
+        if not uneven:
+            break
+        banned |= dict.fromkeys(uneven, "another part of the same tensor stays whole")
+    indivisible: list[Atom] = []
+    for atom in found.ranked:
+        meets_one = near[atom] & {*indivisible, *choice.layout.sharded}
+        if atom.size % plan.tp and atom in choice.refused and not meets_one:
+            indivisible.append(atom)
+    if indivisible and plan.strict:
+        raise Refused(_faults(axes, indivisible, plan.tp))
+    return choice
+
+
+@dataclass
+class Candidates:
+    """Axes worth sharding, best first. Of those in `paddable` a rank may hold fewer real entries than others."""
+
+    ranked: list[Atom]
+    paddable: set[Atom]
+
+
+def find_candidates(axes: Axes) -> Candidates:
+    produced: set[Atom] = set()
+    contracted: set[Atom] = set()
+    mixed: set[Atom] = set()
+    vocabularies: set[Atom] = set()
+    weight: dict[Atom, float] = defaultdict(float)
+    traffic: dict[Atom, float] = defaultdict(float)
+    for op in axes.ops.values():
+        if op.node.op == "get_attr" and op.grad:
+            for dim in op.out:
+                parts = branches(dim)
+                for atom in (a for part in parts for a in part):
+                    weight[atom] += op.val.numel() / len(parts)
+        if op.node.op != "call_function":
+            continue
+        summed = {a for dim in op.summed for a in atoms(dim)}
+        if op.classes is not None:
+            vocabularies.update(atoms(op.classes))
+        if op.lookup is not None:
+            if not axes.ops[op.node.args[1]].constant:
+                vocabularies.update(summed)
+        elif 0 < len(op.weights) < len(op.operands):
+            produced |= {a for w in op.weights for d in w for a in atoms(d)} - summed if summed else set()
+            contracted |= summed
+        else:
+            mixed |= summed
+        for atom in summed:
+            traffic[atom] += op.val.numel()
+    pairs = produced & contracted
+    for op in axes.ops.values():
+        for found in (leaves(dim) for dim in op.summed):
+            if len(found) == 1 and found[0] in pairs and not found[0].names:
+                found[0].names.add("ffn")
+    ranked = [a for a in weight if a.whole is None and a not in mixed and (a in pairs or a in vocabularies)]
+    ranked.sort(key=lambda a: -weight[a] / (1 + traffic[a]))
+    return Candidates(ranked, vocabularies - contracted)
+
+
+def _neighbours(axes: Axes, wanted: set[Atom]) -> dict[Atom, set[Atom]]:
+    """The wanted atoms that each one meets in some tensor; itself, where it stands there twice."""
+    near: dict[Atom, set[Atom]] = defaultdict(set)
+    for op in axes.ops.values():
+        for dims in op.shapes():
+            rows: list[list[Atom]] = [[]]
+            for dim in dims:
+                rows = [row + [a for a in branch if a in wanted] for row in rows for branch in branches(dim)]
+            for row in rows:
+                for i, atom in enumerate(row):
+                    near[atom].update(row[:i], row[i + 1 :])
+    return near
+
+
+def _place(found: Candidates, near: dict[Atom, set[Atom]], banned: dict[Atom, str], tp: int) -> Choice:
+    chosen: set[Atom] = set()
+    refused = dict(banned)
+    for atom in found.ranked:
+        if atom in banned:
+            continue
+        if atom in near[atom]:
+            refused[atom] = "it stands twice in one tensor"
+        elif met := near[atom] & chosen:
+            refused[atom] = f"{next(iter(met))!r} of the same tensor is sharded"
+        elif atom.size % tp and atom not in found.paddable:
+            refused[atom] = f"tp={tp} does not divide {atom.size}"
+        else:
+            chosen.add(atom)
+    return Choice(Layout(tp, frozenset(chosen)), refused)
+
+
+def _uneven(axes: Axes, layout: Layout) -> set[Atom]:
+    dims = {d for op in axes.ops.values() for dims in op.shapes() for d in dims if layout.holds(d)}
+    return {a for d in dims if not layout.even(d) for a in atoms(d) if a in layout.sharded}
+
+
+def _faults(axes: Axes, indivisible: list[Atom], tp: int) -> list[Fault]:
+    """One fault per kind of axis (name and size), naming a parameter that has it and the tp that works."""
+    kinds: dict[tuple[str, int], list[str]] = defaultdict(list)
+    for atom in indivisible:
+        holders = [n for n, dims in axes.stored.items() if any(atom in atoms(d) for d in dims)]
+        kinds["/".join(sorted(atom.names)) or "axis", atom.size] += holders
+    every = [size for _, size in kinds]
+    common = gcd(*every)
+    return [
+        Fault(
+            "plan.tp",
+            tp,
+            f"does not divide the {size} {word} of {holders[0]}" + (f" and {len(holders) - 1} more" * (len(holders) > 1)),
+            f"use {_divisors(size)}"
+            + (f" (for all of these: {_divisors(common)})" if len(every) > 1 else "")
+            + ", or plan.strict=false to keep these layers whole",
+        )
+        for (word, size), holders in kinds.items()
+    ]
+
+
+def _divisors(n: int) -> str:
+    found = [str(d) for d in range(1, n + 1) if n % d == 0]
+    return ", ".join(found[:-1]) + f" or {found[-1]}" if len(found) > 1 else found[0]

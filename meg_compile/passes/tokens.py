@@ -1,0 +1,86 @@
+"""Make the loss of a micro-batch a sum over counted units, so that any cut of a global batch weighs alike.
+
+The mean over a global batch is the sum over all its counted tokens divided by their number, and that number is known
+from the labels before the step starts. A mean cross entropy at the end of the graph becomes a sum, and the labels'
+own small graph counts. A loss of another kind is taken as it is: every micro-batch weighs the same.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from meg_compile.errors import MegError
+
+aten = torch.ops.aten
+_CROSS_ENTROPY = aten.cross_entropy_loss.default
+
+
+@dataclass
+class Units:
+    """What the loss of a micro-batch is a sum over.
+
+    counters: per mean cross entropy, a module from the batch's fields to its number of counted targets.
+    tokens:   the loss is the sum over the first counter's targets; else each micro-batch is one unit, and the
+              counters must agree over the micro-batches for their mean to be the plain model's.
+    """
+
+    counters: list[fx.GraphModule]
+    tokens: bool
+
+    def count(self, micro_batches: list[dict[str, torch.Tensor]]) -> int:
+        """Units in some micro-batches. MegError where a mean of means would not be the mean."""
+        counts = [[int(c(**micro)) for c in self.counters] for micro in micro_batches]
+        if self.tokens:
+            return sum(row[0] for row in counts)
+        if any(row != counts[0] for row in counts):
+            raise MegError(
+                "the loss holds a cross entropy inside a larger expression, and micro-batches count different numbers "
+                "of labels, so that their mean is not the global batch's mean: return the cross entropy itself, or "
+                "let train.micro_batch_size be the whole batch of a replica"
+            )
+        return len(micro_batches)
+
+
+def sum_over_tokens(graph: fx.Graph) -> Units:
+    """Rewrite the graph's loss in place; says what it is a sum over."""
+    output = next(n for n in reversed(graph.nodes) if n.op == "output")
+    last = output.args[0]
+    means = [n for n in graph.nodes if n.target is _CROSS_ENTROPY and _reduction(n) == 1]
+    counters = [_counter(graph, n) for n in means]
+    if any(c is None for c in counters):
+        counters = []
+    tokens = len(counters) == 1 and means == [last] and len(last.args) < 6
+    if tokens:
+        args = list(last.args) + [None, 1][len(last.args) - 2 :]
+        args[3] = 2
+        last.args = tuple(args)
+    return Units([c for c in counters if c is not None], tokens)
+
+
+def _reduction(node: fx.Node) -> int:
+    return node.args[3] if len(node.args) > 3 else 1
+
+
+def _counter(graph: fx.Graph, loss: fx.Node) -> fx.GraphModule | None:
+    """The number of targets of a cross entropy that count, from the batch's fields alone; None where it needs more."""
+    target = loss.args[1]
+    ignore = loss.args[4] if len(loss.args) > 4 else -100
+    needed, stack = set(), [target]
+    while stack:
+        node = stack.pop()
+        if node not in needed:
+            needed.add(node)
+            stack.extend(node.all_input_nodes)
+    if any(n.op == "get_attr" for n in needed):
+        return None
+    new, env = fx.Graph(), {}
+    for node in graph.nodes:
+        if node in needed or node.op == "placeholder":
+            env[node] = new.node_copy(node, env.__getitem__)
+    counted = new.call_function(operator.ne, (env[target], ignore))
+    new.output(new.call_function(torch.sum, (counted,)))
+    return fx.GraphModule(torch.nn.Module(), new)

@@ -1,0 +1,124 @@
+"""A compiled program: what every rank runs and holds, before any rank exists."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from meg_compile.axes.infer import Axes
+from meg_compile.axes.layout import Shard
+from meg_compile.graph.capture import Captured
+from meg_compile.passes.choose import Choice
+from meg_compile.passes.partition import Stage
+from meg_compile.passes.tokens import Units
+from meg_compile.plan import Plan
+
+
+class Source(Protocol):
+    """Where starting weights come from: wanted(name) cuts a rank's shard out of a whole tensor, or is None."""
+
+    def replay(self, wanted: Any, seed: int | None = None) -> Iterator[tuple[str, torch.Tensor]]: ...
+
+
+@dataclass(frozen=True)
+class ParamSpec:
+    """A parameter or buffer, whole and as ranks hold it.
+
+    shards:    for each tp rank the part that it holds.
+    stages:    the stages that read it; the first one owns it (counts it, exports it).
+    partial:   whole on every tp rank, with gradients that are still to be summed over them.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    trainable: bool
+    buffer: bool
+    aliases: tuple[str, ...]
+    stages: tuple[int, ...]
+    shards: tuple[Shard, ...]
+    partial: bool
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        return self.shards[0].local_shape
+
+    @property
+    def sharded(self) -> bool:
+        return bool(self.shards[0].runs)
+
+    @property
+    def numel(self) -> int:
+        return torch.Size(self.shape).numel()
+
+    @property
+    def local_numel(self) -> int:
+        return torch.Size(self.local_shape).numel()
+
+    def slice(self, whole: torch.Tensor, tp_rank: int) -> torch.Tensor:
+        """A tp rank's part of a whole tensor, as a new tensor."""
+        return self.shards[tp_rank].slice(whole)
+
+    def place(self, part: torch.Tensor, tp_rank: int, whole: torch.Tensor) -> None:
+        """Write a tp rank's part where it belongs in a whole tensor."""
+        self.shards[tp_rank].place(part, whole)
+
+
+@dataclass
+class Program:
+    """The result of `compile`.
+
+    plan:             the parallel plan.
+    inputs:           one micro-batch of each field that the program reads, on meta.
+    stages:           pp * vpp stages; stage s runs on pipeline rank s % pp.
+    params:           every parameter and buffer by the user's name.
+    units:            what the loss of a micro-batch is a sum over.
+    captured, axes, choice:  what the stages were made from, for explanations.
+    source:           the starting weights; None for a model that was given on meta.
+    """
+
+    plan: Plan
+    inputs: dict[str, torch.Tensor]
+    stages: list[Stage]
+    params: dict[str, ParamSpec]
+    units: Units
+    captured: Captured
+    axes: Axes
+    choice: Choice
+    source: Source | None = field(default=None, repr=False)
+
+    @property
+    def micro_batch_size(self) -> int:
+        return next(iter(self.inputs.values())).shape[0]
+
+    def stage_of_rank(self, pp_rank: int) -> list[int]:
+        """The stages that a pipeline rank runs, in order."""
+        return list(range(pp_rank, self.plan.num_stages, self.plan.pp))
+
+    def pp_rank_of(self, stage: int) -> int:
+        return stage % self.plan.pp
+
+    def micro_batches(self, batch: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+        """A replica's rows, field by field [rows, ...], cut into micro-batches of the fields that are read."""
+        size = self.micro_batch_size
+        fields = {name: batch[name].split(size) for name in self.inputs}
+        return [dict(zip(fields, values, strict=True)) for values in zip(*fields.values(), strict=True)]
+
+    def count(self, batch: dict[str, torch.Tensor]) -> int:
+        """Units (counted tokens) in a replica's rows: the losses of its micro-batches are sums over these."""
+        return self.units.count(self.micro_batches(batch))
+
+    def explain(self, block: int = 0) -> str:
+        """The axes, every pair and every Linear outside one, a block's graph, the stages, and the bytes moved."""
+        from meg_compile.report.explain import explain
+
+        return explain(self, block)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same as plain data (plan.json)."""
+        from meg_compile.report.explain import to_dict
+
+        return to_dict(self)

@@ -1,0 +1,149 @@
+"""One rank of a compiled program: its shards, its stages, its gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from meg_compile.ops.dropout import ShardRng
+from meg_compile.ops.group import Group
+from meg_compile.program import ParamSpec, Program, Source
+from meg_compile.runtime.gradients import all_reduce_buckets, owner, shared_ranks
+from meg_compile.runtime.groups import Groups
+from meg_compile.runtime.schedule import Batch, Run, one_stage, pipeline
+from meg_compile.runtime.stage import StageModule, bind
+
+
+class Executor:
+    """Holds and runs what one rank holds and runs.
+
+    parameters:  this rank's trainable shards by the user's names.
+    tensors:     those and its frozen parameters and buffers.
+    """
+
+    def __init__(self, program: Program, groups: Groups, device: torch.device, seed: int = 0):
+        self.program, self.groups, self.device = program, groups, device
+        at = groups.coords
+        self.stages = [program.stages[i] for i in program.stage_of_rank(at.pp)]
+        local = {s.index for s in self.stages}
+        self.specs = {n: spec for n, spec in program.params.items() if local & set(spec.stages)}
+        self.tensors = {name: _allocate(spec, device) for name, spec in self.specs.items()}
+        self.parameters = {n: t for n, t in self.tensors.items() if isinstance(t, nn.Parameter) and t.requires_grad}
+        tp = Group(program.plan.tp, at.tp, groups.tp)
+        rng = ShardRng(seed + 7919 * (1 + at.tp + program.plan.tp * (at.dp + program.plan.dp * at.pp)), device)
+        self.modules: list[StageModule] = [bind(s, self.tensors, tp, rng, device) for s in self.stages]
+        self.shared = self._shared_groups()
+        self._runs: dict[int, Run] = {}
+
+    def load(self, source: Source | None = None, seed: int | None = None) -> None:
+        """Fill this rank's shards with starting weights; by default those of the model that was compiled."""
+        source = source or self.program.source
+        assert source is not None, "a model that was given on meta has no weights: pass a source"
+        tp_rank = self.groups.coords.tp
+        missing = set(self.tensors)
+
+        def wanted(name: str):
+            spec = self.specs.get(name)
+            return None if spec is None else lambda whole: spec.slice(whole.to(spec.dtype), tp_rank)
+
+        with torch.no_grad():
+            for name, shard in source.replay(wanted, seed):
+                self.tensors[name].copy_(shard)
+                missing.discard(name)
+            for name in missing & self.program.captured.buffers:
+                self.tensors[name].copy_(self.specs[name].slice(self.program.captured.tensors[name], tp_rank))
+                missing.discard(name)
+        assert not missing, f"no starting values for {sorted(missing)}"
+
+    def run(self, batch: Batch, scale: float) -> float:
+        """Forward and backward over all micro-batches of a replica's rows {field: [rows, ...]}.
+
+        Returns the sum of scale * loss on the ranks of the last stage, 0.0 on others; adds to the gradients.
+        """
+        num = next(iter(batch.values())).shape[0] // self.program.micro_batch_size
+        if num not in self._runs:
+            self._runs[num] = self._schedule(num)
+        return self._runs[num]({n: v.to(self.device) for n, v in batch.items()}, scale)
+
+    def reduce_gradients(self) -> None:
+        """Sum gradients over tp (partial ones), over the copies of tied parameters, and over dp."""
+        grads = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
+        if self.groups.tp is not None:
+            all_reduce_buckets((g for n, g in grads.items() if self.specs[n].partial), self.groups.tp)
+        for names, group in self.shared:
+            if group is not None:
+                all_reduce_buckets((grads[n] for n in names), group)
+        if self.groups.dp is not None:
+            all_reduce_buckets(grads.values(), self.groups.dp)
+
+    def norm_squared(self) -> torch.Tensor:
+        """This rank's share of the squared gradient norm: summed over the world it counts every parameter once."""
+        mine = [p.grad for n, p in self.parameters.items() if p.grad is not None and self._counts(self.specs[n])]
+        if not mine:
+            return torch.zeros((), dtype=torch.float64, device=self.device)
+        return torch.stack([n.double() ** 2 for n in torch._foreach_norm(mine)]).sum()
+
+    def gather(self, kind: Literal["value", "grad"] = "value") -> Iterator[tuple[str, torch.Tensor | None]]:
+        """Every parameter (for "grad", every trainable one) whole on rank 0's CPU, None on others; one at a time.
+
+        A collective: all ranks iterate to the end.
+        """
+        for name, spec in self.program.params.items():
+            if kind == "value" or spec.trainable:
+                yield name, self._assemble(spec, kind)
+
+    def _assemble(self, spec: ParamSpec, kind: str) -> torch.Tensor | None:
+        mesh, rank = self.groups.mesh, self.groups.rank
+        whole = torch.zeros(spec.shape, dtype=spec.dtype) if rank == 0 else None
+        for tp_rank in range(self.program.plan.tp if spec.sharded else 1):
+            holder = mesh.rank(tp=tp_rank, pp=owner(self.program, spec))
+            part = torch.zeros(spec.local_shape, dtype=spec.dtype, device=self.device)
+            if rank == holder:
+                held = self.tensors[spec.name]
+                part = held.detach() if kind == "value" else part if held.grad is None else held.grad
+            if holder != 0 and rank == holder:
+                dist.send(part.contiguous(), 0)
+            elif holder != 0 and rank == 0:
+                dist.recv(part, holder)
+            if whole is not None:
+                spec.place(part.cpu(), tp_rank, whole)
+        return whole
+
+    def _counts(self, spec: ParamSpec) -> bool:
+        at = self.groups.coords
+        return at.dp == 0 and at.pp == owner(self.program, spec) and (spec.sharded or at.tp == 0)
+
+    def _schedule(self, num_micro_batches: int) -> Run:
+        if self.program.plan.num_stages == 1:
+            return one_stage(self.program, self.modules[0])
+        return pipeline(self.program, self.modules, self.stages, self.groups.pp, self.device, num_micro_batches)
+
+    def _shared_groups(self) -> list[tuple[list[str], dist.ProcessGroup | None]]:
+        """Tied parameters by the pipeline ranks that hold copies, each with this rank's group of holders.
+
+        Every rank takes part in making every group, in the same order.
+        """
+        mesh, at = self.groups.mesh, self.groups.coords
+        holders: dict[tuple[int, ...], list[str]] = {}
+        for name, spec in self.program.params.items():
+            if spec.trainable and len(ranks := shared_ranks(self.program, spec)) > 1:
+                holders.setdefault(ranks, []).append(name)
+        found = []
+        for ranks, names in holders.items():
+            mine = None
+            for tp in range(mesh.tp):
+                for dp in range(mesh.dp):
+                    group = dist.new_group([mesh.rank(tp=tp, dp=dp, pp=pp) for pp in ranks])
+                    if (at.tp, at.dp) == (tp, dp) and at.pp in ranks:
+                        mine = group
+            found.append((names, mine))
+        return found
+
+
+def _allocate(spec: ParamSpec, device: torch.device) -> torch.Tensor:
+    empty = torch.empty(spec.local_shape, dtype=spec.dtype, device=device)
+    return empty if spec.buffer else nn.Parameter(empty, requires_grad=spec.trainable)

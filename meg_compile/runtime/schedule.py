@@ -1,0 +1,85 @@
+"""Run a rank's stages over micro-batches: directly where there is one stage, else by torch's pipeline schedules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+)
+
+from meg_compile.passes.partition import Stage
+from meg_compile.program import Program
+from meg_compile.runtime.stage import StageModule
+
+Batch = dict[str, torch.Tensor]
+Run = Callable[[Batch, float], float]
+"""(a replica's rows, scale) -> the sum of scale * loss over its micro-batches; 0.0 where the last stage is elsewhere.
+Gradients of that sum are left in the parameters."""
+
+SINGLE = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
+MULTI = {"interleaved_1f1b": ScheduleInterleaved1F1B}
+
+
+def one_stage(program: Program, module: StageModule) -> Run:
+    def run(batch: Batch, scale: float) -> float:
+        total = 0.0
+        for fields in program.micro_batches(batch):
+            loss = module(**fields) * scale
+            loss.backward()
+            total += loss.item()
+        return total
+
+    return run
+
+
+def pipeline(
+    program: Program,
+    modules: list[StageModule],
+    stages: list[Stage],
+    group: dist.ProcessGroup,
+    device: torch.device,
+    num_micro_batches: int,
+) -> Run:
+    """A pipeline schedule over this rank's stages, with shapes known beforehand, so that none are exchanged."""
+    pipe_stages = [_pipe_stage(program, m, s, group, device) for m, s in zip(modules, stages, strict=True)]
+    name = program.plan.schedule
+    chosen = SINGLE[name] if name in SINGLE else MULTI[name]
+    schedule = chosen(
+        pipe_stages[0] if name in SINGLE else pipe_stages,
+        num_micro_batches,
+        loss_fn=lambda loss, scale: loss * scale[0],
+        scale_grads=False,
+    )
+    last = any(s.is_last for s in pipe_stages)
+
+    def run(batch: Batch, scale: float) -> float:
+        losses: list[torch.Tensor] = []
+        fields = {name: batch[name].to(device) for s in stages for name in s.fields}
+        extra = {}
+        if last:
+            extra = {"target": torch.full((num_micro_batches,), scale, device=device, dtype=torch.float64)}
+        schedule.step(**fields, **extra, losses=losses if last else None, return_outputs=False)
+        return float(torch.stack(losses).sum()) if last else 0.0
+
+    return run
+
+
+def _pipe_stage(
+    program: Program, module: StageModule, stage: Stage, group: dist.ProcessGroup, device: torch.device
+) -> PipelineStage:
+    received, sent = (tuple(_example(t) for t in side) for side in (stage.received, stage.sent))
+    if stage.index == program.plan.num_stages - 1:
+        sent = (torch.empty((), device="meta"),)
+    return PipelineStage(
+        module, stage.index, program.plan.num_stages, device, input_args=received, output_args=sent, group=group
+    )
+
+
+def _example(value: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(value, device="meta").requires_grad_(value.is_floating_point())
