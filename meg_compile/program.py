@@ -10,6 +10,7 @@ import torch
 
 from meg_compile.axes.infer import Axes
 from meg_compile.axes.layout import Shard
+from meg_compile.explain.describe import explain, to_dict
 from meg_compile.graph.capture import Captured
 from meg_compile.passes.choose import Choice
 from meg_compile.passes.partition import Stage
@@ -111,14 +112,19 @@ class Program:
         """Units (counted tokens) in a replica's rows: the losses of its micro-batches are sums over these."""
         return self.units.count(self.micro_batches(batch))
 
-    def explain(self, block: int = 0) -> str:
-        """The axes, every pair and every Linear outside one, a block's graph, the stages, and the bytes moved."""
-        from meg_compile.report.explain import explain
+    def holders(self, spec: ParamSpec) -> tuple[int, ...]:
+        """The pipeline ranks that hold a copy of a parameter."""
+        return tuple(sorted({self.pp_rank_of(s) for s in spec.stages}))
 
-        return explain(self, block)
+    def owner(self, spec: ParamSpec) -> int:
+        """The pipeline rank whose copy of a parameter is counted and exported."""
+        return self.pp_rank_of(spec.stages[0])
 
-    def to_dict(self) -> dict[str, Any]:
+    def explain(self, num_micro_batches: int = 1, block: int = 0) -> str:
+        """The axes, every pair, every Linear outside one and why, the graph of one block with its f and g, the stages,
+        and the bytes that a step of so many micro-batches moves."""
+        return explain(self, num_micro_batches, block)
+
+    def to_dict(self, num_micro_batches: int = 1) -> dict[str, Any]:
         """The same as plain data (plan.json)."""
-        from meg_compile.report.explain import to_dict
-
-        return to_dict(self)
+        return to_dict(self, num_micro_batches)

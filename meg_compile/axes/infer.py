@@ -11,7 +11,7 @@ from torch import fx
 from torch.fx.node import map_arg
 
 import meg_compile.axes.rules  # noqa: F401  (registers the rules)
-from meg_compile.axes.atoms import Dims, atoms, name, size_of
+from meg_compile.axes.atoms import Dims, name, size_of
 from meg_compile.axes.op import Op, dims_like, each, rule_for
 from meg_compile.errors import MegError
 
@@ -49,8 +49,8 @@ def infer(graph: fx.Graph, tensors: dict[str, torch.Tensor]) -> Axes:
         if node.op == "placeholder" and isinstance(op.out, Dims):
             for dim, word in zip(op.out, ("batch", "seq"), strict=False):
                 name(dim, word)
-        if op.lookup is not None and not ops[node.args[1]].constant:
-            name(op.lookup, "vocab")
+        if op.lookup is not None:
+            name(op.lookup, "positions" if ops[node.args[1]].constant else "vocab")
     return Axes(ops, stored)
 
 
@@ -86,7 +86,3 @@ def locate(node: fx.Node) -> str:
 def module_path(path: str) -> str:
     """A module path as the user knows it, without the wrapper that capture puts around the model."""
     return path.removeprefix("L['self'].").removeprefix("model").removeprefix(".")
-
-
-def meeting(op: Op) -> set[Any]:
-    return {a for dims in op.shapes() for d in dims for a in atoms(d)}

@@ -191,7 +191,9 @@ def _explain(error: Exception) -> Fault:
     text = str(error).strip().split("\n\n")[0].split("\n")
     said = " ".join(line.strip() for line in text[:3])[:400]
     line = f" at `{frames[-1].line}`" if frames and frames[-1].line else ""
-    return Fault(where, None, f"{type(error).__name__}: {said}{line}", "change the inputs or this line of the model")
+    return Fault(
+        where, None, f"{type(error).__name__}: {said}{line}", "change the inputs or this line of the model"
+    )
 
 
 def _is_ours(filename: str) -> bool:

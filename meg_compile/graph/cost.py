@@ -45,7 +45,18 @@ def moved(node: fx.Node) -> int:
     return sum(v.numel() * v.element_size() for v in values if _is_tensor(v))
 
 
-_VIEWS = {"view", "reshape", "transpose", "permute", "t", "expand", "unsqueeze", "squeeze", "flatten", "copy_to_tp"}
+_VIEWS = {
+    "view",
+    "reshape",
+    "transpose",
+    "permute",
+    "t",
+    "expand",
+    "unsqueeze",
+    "squeeze",
+    "flatten",
+    "copy_to_tp",
+}
 
 
 def cost(node: fx.Node) -> float:

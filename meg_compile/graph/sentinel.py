@@ -27,7 +27,11 @@ def sentinel(model: nn.Module) -> Iterator[None]:
                 f"module {name or type(model).__name__}", "has a backward hook, which a graph does not keep"
             )
     patches: list[tuple[Any, str, str]] = [
-        (torch.autograd.Function, "apply", "a custom autograd.Function, whose backward a graph does not keep"),
+        (
+            torch.autograd.Function,
+            "apply",
+            "a custom autograd.Function, whose backward a graph does not keep",
+        ),
         (torch.Tensor, "register_hook", "Tensor.register_hook, which a graph does not keep"),
         (random, "random", "random.random(), whose outcome a graph would freeze"),
         (random, "randint", "random.randint(), whose outcome a graph would freeze"),
@@ -47,4 +51,6 @@ def _tripwire(what: str) -> Callable[..., Any]:
 
 
 def _refusal(place: str, problem: str) -> CaptureError:
-    return CaptureError(Fault(place, None, problem, "write it with differentiable operators, or torch.library.custom_op"))
+    return CaptureError(
+        Fault(place, None, problem, "write it with differentiable operators, or torch.library.custom_op")
+    )

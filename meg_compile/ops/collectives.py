@@ -1,8 +1,8 @@
 """The conjugate operators of tensor parallelism (Shoeybi et al. 2019, figure 3), and a rank's part of a whole.
 
-    operator         forward       backward
-    copy_to_tp       identity      all-reduce     f: a whole value enters a region that works on shards
-    reduce_from_tp   all-reduce    identity       g: partial sums leave it as a whole value
+operator         forward       backward
+copy_to_tp       identity      all-reduce     f: a whole value enters a region that works on shards
+reduce_from_tp   all-reduce    identity       g: partial sums leave it as a whole value
 """
 
 from __future__ import annotations

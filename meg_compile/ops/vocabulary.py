@@ -22,7 +22,9 @@ def _here(index: torch.Tensor, size: int, tp: Group) -> tuple[torch.Tensor, torc
     return local.masked_fill(elsewhere, 0), elsewhere
 
 
-def vocab_embedding(table: torch.Tensor, index: torch.Tensor, tp: Group, padding_idx: int = -1) -> torch.Tensor:
+def vocab_embedding(
+    table: torch.Tensor, index: torch.Tensor, tp: Group, padding_idx: int = -1
+) -> torch.Tensor:
     """Rows of a table of which this rank holds a part, zero for the rows of others: a partial sum.
 
     table [n, D], index [...] -> [..., D].
@@ -37,7 +39,9 @@ def vocab_embedding(table: torch.Tensor, index: torch.Tensor, tp: Group, padding
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: torch.Tensor, target: torch.Tensor, tp: Group, num_classes: int, ignore: int):
+    def forward(
+        ctx: Any, logits: torch.Tensor, target: torch.Tensor, tp: Group, num_classes: int, ignore: int
+    ):
         size = logits.shape[-1]
         real = min(max(num_classes - tp.rank * size, 0), size)
         scores = logits[:, :real]

@@ -144,7 +144,8 @@ def _faults(axes: Axes, indivisible: list[Atom], tp: int) -> list[Fault]:
         Fault(
             "plan.tp",
             tp,
-            f"does not divide the {size} {word} of {holders[0]}" + (f" and {len(holders) - 1} more" * (len(holders) > 1)),
+            f"does not divide the {size} {word} of {holders[0]}"
+            + (f" and {len(holders) - 1} more" * (len(holders) > 1)),
             f"use {_divisors(size)}"
             + (f" (for all of these: {_divisors(common)})" if len(every) > 1 else "")
             + ", or plan.strict=false to keep these layers whole",

@@ -55,7 +55,9 @@ class _Rewriter:
         self.env: dict[fx.Node, fx.Node] = {}
         self.copied: dict[fx.Node, fx.Node] = {}
         self.bound: dict[str, fx.Node] = {}
-        self.on_shards = {n for n, op in axes.ops.items() if n.op == "call_function" and layout.touches(op.shapes())}
+        self.on_shards = {
+            n for n, op in axes.ops.items() if n.op == "call_function" and layout.touches(op.shapes())
+        }
 
     def run(self) -> TensorParallel:
         for node in self.old.nodes:
@@ -97,19 +99,20 @@ class _Rewriter:
             target, args, kwargs = special(*args, **kwargs)
         elif op.localise is not None:
             target, args, kwargs = op.localise(self.layout.local, *args, **kwargs)
-        new = self.call(node, target, *args, **kwargs)
+        new = self.call(node, node.name, target, *args, **kwargs)
         if op.source:
-            new = self.call(node, part_of, new, self.bind(TP), self.spell(op.out))
+            new = self.call(node, f"{node.name}_part", part_of, new, self.bind(TP), self.spell(op.out))
         if self.sums(op):
-            self.describe(new, node, None)
-            new = self.call(node, reduce_from_tp, new, self.bind(TP))
+            new = self.call(node, f"g_{node.name}", reduce_from_tp, new, self.bind(TP))
             if op.average:
-                new = self.call(node, operator.truediv, new, self.layout.tp)
+                new = self.call(node, f"{node.name}_mean", operator.truediv, new, self.layout.tp)
         elif not self.accounted(op):
-            raise MegError(f"{node.format_node()}: works on shards, and its result is neither sharded nor summed")
+            raise MegError(
+                f"{node.format_node()}: works on shards, and its result is neither sharded nor summed"
+            )
         if bias is not None:
             self.describe(new, node, op.out)
-            new = self.call(node, aten.add.Tensor, new, self.env[bias])
+            new = self.call(node, f"{node.name}_biased", aten.add.Tensor, new, self.env[bias])
         return new
 
     def operand(self, node: fx.Node, reader: fx.Node) -> fx.Node:
@@ -119,7 +122,7 @@ class _Rewriter:
         if not whole or not op.grad or self.gets_partial_gradients(node):
             return self.env[node]
         if node not in self.copied:
-            f = self.call(reader, copy_to_tp, self.env[node], self.bind(TP))
+            f = self.call(reader, f"f_{node.name}", copy_to_tp, self.env[node], self.bind(TP))
             f.meta |= {"dims": op.out, "constant": op.constant}
             self.copied[node] = f
         return self.copied[node]
@@ -151,8 +154,8 @@ class _Rewriter:
         outs = op.out if isinstance(op.out, list) else [op.out]
         return all(holds(self.layout, out) for out in outs if out is not None)
 
-    def call(self, like: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        new = self.new.call_function(target, args, kwargs)
+    def call(self, like: fx.Node, name: str, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        new = self.new.create_node("call_function", target, args, kwargs, name)
         return self.describe(new, like, None)
 
     def bind(self, name: str) -> fx.Node:

@@ -12,7 +12,7 @@ from torch import nn
 from meg_compile.ops.dropout import ShardRng
 from meg_compile.ops.group import Group
 from meg_compile.program import ParamSpec, Program, Source
-from meg_compile.runtime.gradients import all_reduce_buckets, owner, shared_ranks
+from meg_compile.runtime.gradients import all_reduce_buckets
 from meg_compile.runtime.groups import Groups
 from meg_compile.runtime.schedule import Batch, Run, one_stage, pipeline
 from meg_compile.runtime.stage import StageModule, bind
@@ -32,9 +32,13 @@ class Executor:
         local = {s.index for s in self.stages}
         self.specs = {n: spec for n, spec in program.params.items() if local & set(spec.stages)}
         self.tensors = {name: _allocate(spec, device) for name, spec in self.specs.items()}
-        self.parameters = {n: t for n, t in self.tensors.items() if isinstance(t, nn.Parameter) and t.requires_grad}
+        self.parameters = {
+            n: t for n, t in self.tensors.items() if isinstance(t, nn.Parameter) and t.requires_grad
+        }
         tp = Group(program.plan.tp, at.tp, groups.tp)
-        rng = ShardRng(seed + 7919 * (1 + at.tp + program.plan.tp * (at.dp + program.plan.dp * at.pp)), device)
+        rng = ShardRng(
+            seed + 7919 * (1 + at.tp + program.plan.tp * (at.dp + program.plan.dp * at.pp)), device
+        )
         self.modules: list[StageModule] = [bind(s, self.tensors, tp, rng, device) for s in self.stages]
         self.shared = self._shared_groups()
         self._runs: dict[int, Run] = {}
@@ -82,7 +86,9 @@ class Executor:
 
     def norm_squared(self) -> torch.Tensor:
         """This rank's share of the squared gradient norm: summed over the world it counts every parameter once."""
-        mine = [p.grad for n, p in self.parameters.items() if p.grad is not None and self._counts(self.specs[n])]
+        mine = [
+            p.grad for n, p in self.parameters.items() if p.grad is not None and self._counts(self.specs[n])
+        ]
         if not mine:
             return torch.zeros((), dtype=torch.float64, device=self.device)
         return torch.stack([n.double() ** 2 for n in torch._foreach_norm(mine)]).sum()
@@ -100,7 +106,7 @@ class Executor:
         mesh, rank = self.groups.mesh, self.groups.rank
         whole = torch.zeros(spec.shape, dtype=spec.dtype) if rank == 0 else None
         for tp_rank in range(self.program.plan.tp if spec.sharded else 1):
-            holder = mesh.rank(tp=tp_rank, pp=owner(self.program, spec))
+            holder = mesh.rank(tp=tp_rank, pp=self.program.owner(spec))
             part = torch.zeros(spec.local_shape, dtype=spec.dtype, device=self.device)
             if rank == holder:
                 held = self.tensors[spec.name]
@@ -115,12 +121,14 @@ class Executor:
 
     def _counts(self, spec: ParamSpec) -> bool:
         at = self.groups.coords
-        return at.dp == 0 and at.pp == owner(self.program, spec) and (spec.sharded or at.tp == 0)
+        return at.dp == 0 and at.pp == self.program.owner(spec) and (spec.sharded or at.tp == 0)
 
     def _schedule(self, num_micro_batches: int) -> Run:
         if self.program.plan.num_stages == 1:
             return one_stage(self.program, self.modules[0])
-        return pipeline(self.program, self.modules, self.stages, self.groups.pp, self.device, num_micro_batches)
+        return pipeline(
+            self.program, self.modules, self.stages, self.groups.pp, self.device, num_micro_batches
+        )
 
     def _shared_groups(self) -> list[tuple[list[str], dist.ProcessGroup | None]]:
         """Tied parameters by the pipeline ranks that hold copies, each with this rank's group of holders.
@@ -130,7 +138,7 @@ class Executor:
         mesh, at = self.groups.mesh, self.groups.coords
         holders: dict[tuple[int, ...], list[str]] = {}
         for name, spec in self.program.params.items():
-            if spec.trainable and len(ranks := shared_ranks(self.program, spec)) > 1:
+            if spec.trainable and len(ranks := self.program.holders(spec)) > 1:
                 holders.setdefault(ranks, []).append(name)
         found = []
         for ranks, names in holders.items():

@@ -13,8 +13,6 @@ import torch
 import torch.distributed as dist
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
-from meg_compile.program import ParamSpec, Program
-
 BUCKET_BYTES = 32 * 2**20
 
 
@@ -39,13 +37,3 @@ def _buckets(grads: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
         size += num_bytes
     if bucket:
         yield bucket
-
-
-def shared_ranks(program: Program, spec: ParamSpec) -> tuple[int, ...]:
-    """The pipeline ranks that hold a copy of a parameter."""
-    return tuple(sorted({program.pp_rank_of(s) for s in spec.stages}))
-
-
-def owner(program: Program, spec: ParamSpec) -> int:
-    """The pipeline rank whose copy of a parameter is counted and exported."""
-    return program.pp_rank_of(spec.stages[0])

@@ -28,12 +28,12 @@ MULTI = {"interleaved_1f1b": ScheduleInterleaved1F1B}
 
 def one_stage(program: Program, module: StageModule) -> Run:
     def run(batch: Batch, scale: float) -> float:
-        total = 0.0
+        losses = []
         for fields in program.micro_batches(batch):
             loss = module(**fields) * scale
             loss.backward()
-            total += loss.item()
-        return total
+            losses.append(loss.detach())
+        return float(torch.stack(losses).sum())
 
     return run
 
@@ -60,7 +60,7 @@ def pipeline(
 
     def run(batch: Batch, scale: float) -> float:
         losses: list[torch.Tensor] = []
-        fields = {name: batch[name].to(device) for s in stages for name in s.fields}
+        fields = {name: batch[name] for s in stages for name in s.fields}
         extra = {}
         if last:
             extra = {"target": torch.full((num_micro_batches,), scale, device=device, dtype=torch.float64)}
@@ -77,7 +77,13 @@ def _pipe_stage(
     if stage.index == program.plan.num_stages - 1:
         sent = (torch.empty((), device="meta"),)
     return PipelineStage(
-        module, stage.index, program.plan.num_stages, device, input_args=received, output_args=sent, group=group
+        module,
+        stage.index,
+        program.plan.num_stages,
+        device,
+        input_args=received,
+        output_args=sent,
+        group=group,
     )
 
 

@@ -114,4 +114,5 @@ def attention(
     if len(q) > 2:
         name(q[-3], "heads")
     name(q[-1], "head_dim")
+    name(v[-1], "head_dim")
     return Dims((*batch, q[-2], v[-1]))

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from meg_compile.axes.atoms import Dims, name
 from meg_compile.axes.op import Op, rule
 from meg_compile.axes.rules.elementwise import broadcast
 
 
 @rule("embedding")
-def embedding(op: Op, table: Dims, index: Dims, *args: Any) -> Dims:
+def embedding(op: Op, table: Dims, index: Dims, padding_idx: int = -1, *by_frequency: bool) -> Dims:
+    if any(by_frequency):
+        op.whole(table[0], "scales by frequency, or is sparse, over it")
     op.lookup = table[0]
     op.space = Dims(index + table)
     op.sum(table[0])

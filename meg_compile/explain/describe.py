@@ -1,0 +1,256 @@
+"""A program explained: as text for people, and as plain data (plan.json)."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Hashable, Iterable
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from meg_compile.axes.atoms import Atom, atoms
+from meg_compile.axes.infer import locate
+from meg_compile.explain.linears import Linear, find_linears
+from meg_compile.explain.table import human_bytes, human_count, table
+from meg_compile.explain.traffic import Collective, collectives
+from meg_compile.graph.text import to_text
+from meg_compile.passes.partition import Stage
+
+if TYPE_CHECKING:
+    from meg_compile.program import Program
+
+
+def explain(program: Program, num_micro_batches: int = 1, block: int = 0) -> str:
+    """Everything that was decided, as text.
+
+    num_micro_batches: of a step, for the bytes moved. block: the layer whose graph is printed.
+    """
+    sections = {
+        "Plan": _plan(program),
+        "Axes": _axes(program),
+        "Pairs": _pairs(program),
+        "Linears and embeddings": _linears(program),
+        f"Graph of layer {block} on one tp rank": _graph(program, block),
+        "Stages": _stages(program),
+        f"Bytes that a rank sends in a step of {num_micro_batches} micro-batches": _traffic(
+            program, num_micro_batches
+        ),
+    }
+    return "\n\n".join(f"{title}\n{'=' * len(title)}\n{text}" for title, text in sections.items()) + "\n"
+
+
+def to_dict(program: Program, num_micro_batches: int = 1) -> dict[str, Any]:
+    """The same as plain data. Shards are given per tp rank as runs [dim, [[start, length], ...]] of the whole tensor."""
+    return {
+        "plan": asdict(program.plan) | {"world_size": program.plan.mesh.size},
+        "micro_batch_size": program.micro_batch_size,
+        "num_micro_batches": num_micro_batches,
+        "loss": _loss(program),
+        "axes": _axis_rows(program),
+        "pairs": [{"axis": axis, "column": c, "row": r} for axis, c, r in _pair_rows(program)],
+        "linears": [
+            {k: v for k, v in vars(linear).items() if k != "atoms"} for linear in find_linears(program)
+        ],
+        "params": {
+            name: {
+                "shape": spec.shape,
+                "local_shape": spec.local_shape,
+                "dtype": str(spec.dtype).removeprefix("torch."),
+                "shards": [shard.runs for shard in spec.shards] if spec.sharded else None,
+                "stages": spec.stages,
+                "aliases": spec.aliases,
+                "partial_gradients": spec.partial,
+            }
+            for name, spec in program.params.items()
+        },
+        "stages": [
+            {
+                "stage": s.index,
+                "pp_rank": program.pp_rank_of(s.index),
+                "layers": s.layers,
+                "params_per_rank": params_of(program, s),
+                "cost_share": _share(program, s),
+            }
+            for s in program.stages
+        ],
+        "collectives": [
+            asdict(c) | {"step_bytes": c.per_step(num_micro_batches)} for c in collectives(program)
+        ],
+    }
+
+
+def params_of(program: Program, stage: Stage) -> int:
+    """Trainable entries that one rank of a stage holds."""
+    specs = (program.params[name] for name in stage.params)
+    return sum(spec.local_numel for spec in specs if spec.trainable)
+
+
+def _plan(program: Program) -> str:
+    plan, params = program.plan, program.params.values()
+    total = sum(spec.numel for spec in params if spec.trainable)
+    sizes = f"tp={plan.tp} x pp={plan.pp} x dp={plan.dp}" + (f", vpp={plan.vpp}" if plan.vpp > 1 else "")
+    return "\n".join(
+        [
+            f"  {human_count(total)} parameters ({total:,}) on {plan.mesh.size} ranks: {sizes}, schedule {plan.schedule}",
+            f"  loss: {_loss(program)}",
+        ]
+    )
+
+
+def _loss(program: Program) -> str:
+    if program.units.tokens:
+        return "mean over all counted labels of the global batch"
+    return "not a plain cross entropy: every micro-batch weighs the same"
+
+
+def _axis_rows(program: Program) -> list[dict[str, Any]]:
+    """Axes by name and size: how many there are, and what became of them."""
+    layout, kinds = program.choice.layout, defaultdict(list)
+    seen: set[Atom] = set()
+    for dims in program.axes.stored.values():
+        for atom in (a for dim in dims for a in atoms(dim)):
+            if atom not in seen:
+                seen.add(atom)
+                kinds["/".join(sorted(atom.names)) or "unnamed", atom.size, _fate(atom, program)].append(atom)
+    return [
+        {"axis": name, "size": size, "count": len(group), "sharded": group[0] in layout.sharded, "why": fate}
+        for (name, size, fate), group in sorted(kinds.items(), key=lambda item: item[0][0])
+    ]
+
+
+def _fate(atom: Atom, program: Program) -> str:
+    layout = program.choice.layout
+    if atom in layout.sharded:
+        padding = -atom.size % layout.tp
+        return f"sharded over {layout.tp} ranks" + (f", {padding} of padding" if padding else "")
+    if atom.whole:
+        return "whole: " + re.sub(r" \(\w+\)$", "", atom.whole)
+    if atom in program.choice.refused:
+        return "whole: " + _anonymous(program.choice.refused[atom])
+    return "whole: " + ("tp=1" if program.plan.tp == 1 else "not both produced and contracted by Linears")
+
+
+def _axes(program: Program) -> str:
+    rows = [(r["axis"], r["size"], r["count"], r["why"]) for r in _axis_rows(program)]
+    return table(("axis", "size", "count", "on tp ranks"), rows, right=(1, 2))
+
+
+def _pair_rows(program: Program) -> list[tuple[str, list[str], list[str]]]:
+    """(axis, modules that produce it, modules that contract it), one per sharded axis."""
+    by_atom: dict[Atom, list[Linear]] = defaultdict(list)
+    for linear in find_linears(program):
+        for atom in linear.atoms:
+            by_atom[atom].append(linear)
+    return [
+        (
+            f"{'/'.join(sorted(atom.names)) or 'axis'} ({atom.size})",
+            [x.module for x in linears if x.role in ("column", "vocab")],
+            [x.module for x in linears if x.role == "row"],
+        )
+        for atom, linears in by_atom.items()
+    ]
+
+
+def _pairs(program: Program) -> str:
+    rows = _pair_rows(program)
+    if not rows:
+        return "  none"
+    grouped = _grouped(
+        (axis, ", ".join(map(_starred, c)), ", ".join(map(_starred, r))) for axis, c, r in rows
+    )
+    return table(
+        ("axis", "column-parallel, or by vocabulary", "row-parallel", "times"),
+        [(*k, n) for k, n in grouped],
+        (3,),
+    )
+
+
+def _linears(program: Program) -> str:
+    rows = _grouped(
+        (_starred(x.module), "x".join(map(str, x.shape)), x.role, x.axis or _anonymous(x.why), x.source)
+        for x in find_linears(program)
+    )
+    return table(
+        ("module", "weight", "role", "axis, or why it is whole", "source", "times"),
+        [(*k, n) for k, n in rows],
+        (5,),
+    )
+
+
+def _graph(program: Program, block: int) -> str:
+    names = [name for stage in program.stages for name in stage.layers]
+    name = names[min(block, len(names) - 1)]
+    stage = next(s for s in program.stages if name in s.layers)
+    nodes = [n for n in stage.graph.nodes if n.op == "call_function" and _inside(locate(n), name)]
+    legend = "f is copy_to_tp: backward all-reduces; g is reduce_from_tp: forward all-reduces. axis/n is sharded n ways."
+    return _indent(f"{legend}\n{to_text(nodes, program.choice.layout)}")
+
+
+def _inside(path: str, block: str) -> bool:
+    return path == block or path.startswith(block + ".")
+
+
+def _stages(program: Program) -> str:
+    rows = []
+    for stage in program.stages:
+        layers = (
+            f"{stage.layers[0]} .. {stage.layers[-1]}" if len(stage.layers) > 1 else stage.layers[0] or "all"
+        )
+        size = params_of(program, stage)
+        bytes_held = sum(p.local_numel * p.dtype.itemsize for p in (program.params[n] for n in stage.params))
+        rows.append(
+            (
+                stage.index,
+                program.pp_rank_of(stage.index),
+                layers,
+                len(stage.layers),
+                f"{size:,}",
+                human_bytes(bytes_held),
+                f"{_share(program, stage):.1%}",
+            )
+        )
+    header = ("stage", "pp rank", "layers", "number", "params per rank", "bytes", "cost")
+    return table(header, rows, right=(0, 1, 3, 4, 5, 6))
+
+
+def _share(program: Program, stage: Stage) -> float:
+    return stage.cost / (sum(s.cost for s in program.stages) or 1)
+
+
+def _traffic(program: Program, num_micro_batches: int) -> str:
+    sums: dict[tuple[Any, ...], list[Collective]] = defaultdict(list)
+    for c in collectives(program):
+        what = _starred(re.sub(r"_?\d+", "", c.what)) if c.when != "step" else re.sub(r" of .*", "s", c.what)
+        sums["all" if c.stage is None else c.stage, c.group, c.kind, c.when, what].append(c)
+    rows = []
+    for (stage, group, kind, when, what), found in sums.items():
+        number = len(found) * (1 if when == "step" else num_micro_batches)
+        step_bytes = sum(c.per_step(num_micro_batches) for c in found)
+        rows.append((stage, group, kind, when, what, number, human_bytes(step_bytes)))
+    if not rows:
+        return "  none: one rank"
+    return table(
+        ("stage", "group", "kind", "when", "what", "values", "bytes per step"), rows, right=(0, 5, 6)
+    )
+
+
+def _grouped(rows: Iterable[Hashable]) -> list[tuple[Any, int]]:
+    """Equal rows once, in order of appearance, with how often they occur."""
+    counts: dict[Hashable, int] = {}
+    for row in rows:
+        counts[row] = counts.get(row, 0) + 1
+    return list(counts.items())
+
+
+def _starred(path: str) -> str:
+    """A module path without its block numbers: h.3.mlp -> h.*.mlp."""
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path)
+
+
+def _anonymous(reason: str) -> str:
+    """A reason without the names of graph nodes, so that equal blocks read alike."""
+    return re.sub(r" \(\w+\)", "", reason)
+
+
+def _indent(text: str) -> str:
+    return "\n".join("  " + line for line in text.splitlines())

@@ -1,0 +1,107 @@
+"""Which Linears run in parallel, in which role, and why the others do not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import fx
+
+from meg_compile.axes.atoms import Atom, Dims, atoms
+from meg_compile.axes.infer import locate
+from meg_compile.axes.op import Op
+from meg_compile.graph.text import source_line, spell
+
+if TYPE_CHECKING:
+    from meg_compile.program import Program
+
+
+@dataclass(frozen=True)
+class Linear:
+    """One product of data with a weight, or one embedding.
+
+    role:  "column" (produces a sharded axis), "row" (contracts one), "vocab" (its vocabulary is sharded) or "whole".
+    axis:  the sharded axis, in words; for a whole one "".
+    why:   for a whole one, the reason.
+    """
+
+    module: str
+    weight: str
+    shape: tuple[int, ...]
+    role: str
+    axis: str
+    why: str
+    source: str
+    atoms: frozenset[Atom]
+
+
+def find_linears(program: Program) -> list[Linear]:
+    found = []
+    for node, op in program.axes.ops.items():
+        weight = _weight(node, op, program)
+        if weight is not None:
+            found.append(_describe(node, op, weight, program))
+    return found
+
+
+def _weight(node: fx.Node, op: Op, program: Program) -> fx.Node | None:
+    """The weight of an operator that contracts data with one."""
+    if node.op != "call_function" or op.constant or not op.summed or len(op.operands) < 2:
+        return None
+    for candidate in node.all_input_nodes:
+        known = program.axes.ops[candidate]
+        summed = {a for dim in op.summed for a in atoms(dim)}
+        if known.constant and known.grad and isinstance(known.out, Dims) and len(known.out) >= 2:
+            if summed & {a for dim in known.out for a in atoms(dim)}:
+                return candidate
+    return None
+
+
+def _describe(node: fx.Node, op: Op, weight: fx.Node, program: Program) -> Linear:
+    layout = program.choice.layout
+    dims = program.axes.ops[weight].out
+    summed = {a for dim in op.summed for a in atoms(dim)}
+    produced = {a for dim in dims for a in atoms(dim)} - summed
+    sharded = (summed | produced) & layout.sharded
+    if op.lookup is not None or (op.classes is not None):
+        role = "vocab" if sharded & summed else "column"
+    else:
+        role = "row" if sharded & summed else "column"
+    if role == "column" and any("vocab" in a.names for a in sharded):
+        role = "vocab"
+    why = "" if sharded else _why_whole(produced, summed, program, lookup=op.lookup is not None)
+    axis = next((spell(d, layout) for d in dims if layout.holds(d)), "")
+    return Linear(
+        locate(node),
+        _root(weight),
+        tuple(weight.meta["val"].shape),
+        role if sharded else "whole",
+        axis,
+        why,
+        source_line(node),
+        frozenset(sharded),
+    )
+
+
+def _root(node: fx.Node) -> str:
+    while node.op != "get_attr":
+        node = next(n for n in node.all_input_nodes)
+    return str(node.target)
+
+
+def _why_whole(produced: set[Atom], summed: set[Atom], program: Program, lookup: bool) -> str:
+    if program.plan.tp == 1:
+        return "tp=1"
+    refused = program.choice.refused
+    out = "; ".join(sorted({_reason(a, refused) or "no later Linear contracts it" for a in produced}))
+    if lookup:
+        return f"its rows are not looked up by data; its output: {out}"
+    into = "; ".join(sorted({_reason(a, refused) or "no Linear produces it" for a in summed}))
+    return f"output: {out}; input: {into}"
+
+
+def _reason(atom: Atom, refused: dict[Atom, str]) -> str:
+    name = "/".join(sorted(atom.names)) or str(atom.size)
+    if atom.whole:
+        return f"{name} is needed whole: {atom.whole}"
+    return f"{name}: {refused[atom]}" if atom in refused else ""

@@ -1,0 +1,99 @@
+"""What a program sends: every collective of a step, by group, with its bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import fx
+
+from meg_compile.ops.collectives import copy_to_tp, reduce_from_tp
+from meg_compile.ops.vocabulary import vocab_cross_entropy
+
+if TYPE_CHECKING:
+    from meg_compile.program import Program
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One kind of message that a rank of a stage sends.
+
+    kind:       "all_reduce", or "send" (to the next or previous stage).
+    group:      the mesh dim it spans: "tp", "pp", "dp", "tied" (stages with a copy of a tied parameter), "world".
+    when:       "forward" or "backward" of a micro-batch, or "step", once.
+    what:       the value that moves.
+    comm_bytes: bytes of the value on each rank.
+    stage:      the stage whose ranks send it; None for all.
+    """
+
+    kind: str
+    group: str
+    when: str
+    what: str
+    comm_bytes: int
+    stage: int | None
+
+    def per_step(self, num_micro_batches: int) -> int:
+        """Bytes per step and rank."""
+        return self.comm_bytes * (1 if self.when == "step" else num_micro_batches)
+
+
+def collectives(program: Program) -> list[Collective]:
+    """All messages of a training step, in no particular order. An axis of one rank sends nothing."""
+    plan, found = program.plan, []
+    for stage in program.stages:
+        for node in stage.graph.nodes:
+            found += [Collective("all_reduce", "tp", *rest, stage.index) for rest in _of_node(node)]
+        found += [
+            Collective("send", "pp", when, f"activation {i}", _bytes(value), stage.index)
+            for when, values in (("forward", stage.sent), ("backward", stage.received))
+            for i, value in enumerate(values)
+            if program.plan.pp > 1 and (when == "forward" or value.is_floating_point())
+        ]
+        for name in stage.params:
+            found += _of_gradient(program, name, stage.index)
+    if plan.mesh.size > 1:
+        found.append(Collective("all_reduce", "world", "step", "checksums and counts", 8 * 3 * plan.dp, None))
+        found.append(Collective("all_reduce", "world", "step", "loss and gradient norm", 8 * 2, None))
+    return found
+
+
+def _of_node(node: fx.Node) -> list[tuple[str, str, int]]:
+    """(when, what, bytes) of what one operator sends over tp."""
+    if node.target is copy_to_tp:
+        return [("backward", f"gradient of {node.args[0]}", _bytes(node.meta["val"]))]
+    if node.target is reduce_from_tp:
+        return [("forward", f"{node.args[0]}", _bytes(node.meta["val"]))]
+    if node.target is vocab_cross_entropy:
+        logits = node.args[0].meta["val"]
+        itemsize = 8 if logits.dtype == torch.float64 else 4
+        rows = logits.shape[0] * itemsize
+        return [
+            ("forward", "largest logit", rows),
+            ("forward", "sum of exponentials, target logit", 2 * rows),
+        ]
+    return []
+
+
+def _of_gradient(program: Program, name: str, stage: int) -> list[Collective]:
+    """What the gradient of one parameter costs once a step, on the first stage of a rank that reads it."""
+    spec, plan = program.params[name], program.plan
+    here = [s for s in spec.stages if program.pp_rank_of(s) == program.pp_rank_of(stage)]
+    if not spec.trainable or stage != here[0]:
+        return []
+    size = spec.local_numel * spec.dtype.itemsize
+    groups = {
+        "tp": spec.partial and plan.tp > 1,
+        "tied": len(program.holders(spec)) > 1,
+        "dp": plan.dp > 1,
+    }
+    return [
+        Collective("all_reduce", group, "step", f"gradient of {name}", size, stage)
+        for group, sent in groups.items()
+        if sent
+    ]
+
+
+def _bytes(value: torch.Tensor) -> int:
+    return value.numel() * value.element_size()
