@@ -14,6 +14,7 @@ import meg_compile.axes.rules  # noqa: F401  (registers the rules)
 from meg_compile.axes.atoms import Dims, name, size_of
 from meg_compile.axes.op import Op, dims_like, each, rule_for
 from meg_compile.errors import MegError
+from meg_compile.graph.nodes import operand
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ def infer(graph: fx.Graph, tensors: dict[str, torch.Tensor]) -> Axes:
             for dim, word in zip(op.out, ("batch", "seq"), strict=False):
                 name(dim, word)
         if op.lookup is not None:
-            name(op.lookup, "positions" if ops[node.args[1]].constant else "vocab")
+            name(op.lookup, "positions" if ops[operand(node, 1)].constant else "vocab")
     return Axes(ops, stored)
 
 
@@ -59,7 +60,8 @@ def _call(op: Op, ops: dict[fx.Node, Op]) -> None:
     inputs = [ops[n] for n in node.all_input_nodes]
     op.constant = all(i.constant for i in inputs)
     op.weights = [i.out for i in inputs if i.constant and isinstance(i.out, Dims)]
-    args, kwargs = map_arg((node.args, node.kwargs), lambda n: ops[n].out)
+    args: Any = map_arg(node.args, lambda n: ops[n].out)
+    kwargs: Any = map_arg(node.kwargs, lambda n: ops[n].out)
     op.operands = list(each(args, kwargs))
     op.grad = op.name != "detach" and any(i.grad for i in inputs) and _is_float(op.val)
     if node.target is operator.getitem:
@@ -74,15 +76,3 @@ def _call(op: Op, ops: dict[fx.Node, Op]) -> None:
 def _is_float(val: Any) -> bool:
     values = val if isinstance(val, (list, tuple)) else [val]
     return any(isinstance(v, torch.Tensor) and v.is_floating_point() for v in values)
-
-
-def locate(node: fx.Node) -> str:
-    """The module path in which a node's operator was called ("h.0.attn.c_attn"); "" for the root."""
-    stack = node.meta.get("nn_module_stack") or {}
-    paths = [path for path, _ in stack.values()]
-    return module_path(paths[-1]) if paths else ""
-
-
-def module_path(path: str) -> str:
-    """A module path as the user knows it, without the wrapper that capture puts around the model."""
-    return path.removeprefix("L['self'].").removeprefix("model").removeprefix(".")

@@ -114,10 +114,7 @@ def _within(outer: list[Run], size: int, inner: list[Run]) -> list[Run]:
     if inner == [(0, size)]:
         return [(start * size, length * size) for start, length in outer]
     return [
-        ((start + i) * size + first, count)
-        for start, length in outer
-        for i in range(length)
-        for first, count in inner
+        ((start + i) * size + first, count) for start, length in outer for i in range(length) for first, count in inner
     ]
 
 

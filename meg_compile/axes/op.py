@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from meg_compile.axes.atoms import Dim, Dims, atoms, cut, fresh, mark_whole
+from meg_compile.graph.nodes import base_name
 
 Rule = Callable[..., Any]
 """(op, *args, **kwargs) with tensors as Dims -> the Dims of the result (a list for several results)."""
@@ -61,7 +62,7 @@ class Op:
 
     def __init__(self, node: fx.Node):
         self.node = node
-        self.val = node.meta.get("val")
+        self.val: Any = node.meta.get("val")
         self.name = base_name(node.target)
         self.out: Any = None
         self.constant = False
@@ -120,11 +121,6 @@ class Op:
         yield from each(self.out)
         if self.space is not None:
             yield self.space
-
-
-def base_name(target: Any) -> str:
-    name = getattr(target, "_opname", None) or getattr(target, "__name__", str(target))
-    return name if name.startswith("__") else name.rstrip("_")
 
 
 def dims_like(val: Any) -> Any:

@@ -9,11 +9,11 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from meg_compile.axes.atoms import Atom, atoms
-from meg_compile.axes.infer import locate
 from meg_compile.explain.linears import Linear, find_linears
 from meg_compile.explain.table import human_bytes, human_count, table
+from meg_compile.explain.text import to_text
 from meg_compile.explain.traffic import Collective, collectives
-from meg_compile.graph.text import to_text
+from meg_compile.graph.nodes import locate
 from meg_compile.passes.partition import Stage
 
 if TYPE_CHECKING:
@@ -32,15 +32,13 @@ def explain(program: Program, num_micro_batches: int = 1, block: int = 0) -> str
         "Linears and embeddings": _linears(program),
         f"Graph of layer {block} on one tp rank": _graph(program, block),
         "Stages": _stages(program),
-        f"Bytes that a rank sends in a step of {num_micro_batches} micro-batches": _traffic(
-            program, num_micro_batches
-        ),
+        f"Bytes that a rank sends in a step of {num_micro_batches} micro-batches": _traffic(program, num_micro_batches),
     }
     return "\n\n".join(f"{title}\n{'=' * len(title)}\n{text}" for title, text in sections.items()) + "\n"
 
 
 def to_dict(program: Program, num_micro_batches: int = 1) -> dict[str, Any]:
-    """The same as plain data. Shards are given per tp rank as runs [dim, [[start, length], ...]] of the whole tensor."""
+    """The same as plain data. A shard is given, for each tp rank, as [dim, [[start, length], ...]] of the whole."""
     return {
         "plan": asdict(program.plan) | {"world_size": program.plan.mesh.size},
         "micro_batch_size": program.micro_batch_size,
@@ -48,9 +46,7 @@ def to_dict(program: Program, num_micro_batches: int = 1) -> dict[str, Any]:
         "loss": _loss(program),
         "axes": _axis_rows(program),
         "pairs": [{"axis": axis, "column": c, "row": r} for axis, c, r in _pair_rows(program)],
-        "linears": [
-            {k: v for k, v in vars(linear).items() if k != "atoms"} for linear in find_linears(program)
-        ],
+        "linears": [{k: v for k, v in vars(linear).items() if k != "atoms"} for linear in find_linears(program)],
         "params": {
             name: {
                 "shape": spec.shape,
@@ -73,9 +69,7 @@ def to_dict(program: Program, num_micro_batches: int = 1) -> dict[str, Any]:
             }
             for s in program.stages
         ],
-        "collectives": [
-            asdict(c) | {"step_bytes": c.per_step(num_micro_batches)} for c in collectives(program)
-        ],
+        "collectives": [asdict(c) | {"step_bytes": c.per_step(num_micro_batches)} for c in collectives(program)],
     }
 
 
@@ -91,7 +85,7 @@ def _plan(program: Program) -> str:
     sizes = f"tp={plan.tp} x pp={plan.pp} x dp={plan.dp}" + (f", vpp={plan.vpp}" if plan.vpp > 1 else "")
     return "\n".join(
         [
-            f"  {human_count(total)} parameters ({total:,}) on {plan.mesh.size} ranks: {sizes}, schedule {plan.schedule}",
+            f"  {human_count(total)} parameters ({total:,}), {plan.mesh.size} ranks: {sizes}, schedule {plan.schedule}",
             f"  loss: {_loss(program)}",
         ]
     )
@@ -155,9 +149,7 @@ def _pairs(program: Program) -> str:
     rows = _pair_rows(program)
     if not rows:
         return "  none"
-    grouped = _grouped(
-        (axis, ", ".join(map(_starred, c)), ", ".join(map(_starred, r))) for axis, c, r in rows
-    )
+    grouped = _grouped((axis, ", ".join(map(_starred, c)), ", ".join(map(_starred, r))) for axis, c, r in rows)
     return table(
         ("axis", "column-parallel, or by vocabulary", "row-parallel", "times"),
         [(*k, n) for k, n in grouped],
@@ -182,7 +174,9 @@ def _graph(program: Program, block: int) -> str:
     name = names[min(block, len(names) - 1)]
     stage = next(s for s in program.stages if name in s.layers)
     nodes = [n for n in stage.graph.nodes if n.op == "call_function" and _inside(locate(n), name)]
-    legend = "f is copy_to_tp: backward all-reduces; g is reduce_from_tp: forward all-reduces. axis/n is sharded n ways."
+    legend = (
+        "f is copy_to_tp: backward all-reduces; g is reduce_from_tp: forward all-reduces. axis/n is sharded n ways."
+    )
     return _indent(f"{legend}\n{to_text(nodes, program.choice.layout)}")
 
 
@@ -193,9 +187,7 @@ def _inside(path: str, block: str) -> bool:
 def _stages(program: Program) -> str:
     rows = []
     for stage in program.stages:
-        layers = (
-            f"{stage.layers[0]} .. {stage.layers[-1]}" if len(stage.layers) > 1 else stage.layers[0] or "all"
-        )
+        layers = " .. ".join(dict.fromkeys((stage.layers[0], stage.layers[-1]))) or "all"
         size = params_of(program, stage)
         bytes_held = sum(p.local_numel * p.dtype.itemsize for p in (program.params[n] for n in stage.params))
         rows.append(
@@ -229,9 +221,7 @@ def _traffic(program: Program, num_micro_batches: int) -> str:
         rows.append((stage, group, kind, when, what, number, human_bytes(step_bytes)))
     if not rows:
         return "  none: one rank"
-    return table(
-        ("stage", "group", "kind", "when", "what", "values", "bytes per step"), rows, right=(0, 5, 6)
-    )
+    return table(("stage", "group", "kind", "when", "what", "values", "bytes per step"), rows, right=(0, 5, 6))
 
 
 def _grouped(rows: Iterable[Hashable]) -> list[tuple[Any, int]]:

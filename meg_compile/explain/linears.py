@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 from torch import fx
 
 from meg_compile.axes.atoms import Atom, Dims, atoms
-from meg_compile.axes.infer import locate
 from meg_compile.axes.op import Op
-from meg_compile.graph.text import source_line, spell
+from meg_compile.explain.text import spell
+from meg_compile.graph.nodes import locate, source_line
 
 if TYPE_CHECKING:
     from meg_compile.program import Program
@@ -51,9 +51,10 @@ def _weight(node: fx.Node, op: Op, program: Program) -> fx.Node | None:
     for candidate in node.all_input_nodes:
         known = program.axes.ops[candidate]
         summed = {a for dim in op.summed for a in atoms(dim)}
-        if known.constant and known.grad and isinstance(known.out, Dims) and len(known.out) >= 2:
-            if summed & {a for dim in known.out for a in atoms(dim)}:
-                return candidate
+        if not (known.constant and known.grad and isinstance(known.out, Dims) and len(known.out) >= 2):
+            continue
+        if summed & {a for dim in known.out for a in atoms(dim)}:
+            return candidate
     return None
 
 

@@ -12,10 +12,7 @@ def table(header: Sequence[str], rows: Iterable[Sequence[object]], right: Iterab
     at_right = set(right)
 
     def line(row: Sequence[str]) -> str:
-        parts = (
-            c.rjust(w) if i in at_right else c.ljust(w)
-            for i, (c, w) in enumerate(zip(row, widths, strict=True))
-        )
+        parts = (c.rjust(w) if i in at_right else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True)))
         return "  " + "  ".join(parts).rstrip()
 
     return "\n".join([line(cells[0]), line(["-" * w for w in widths]), *map(line, cells[1:])])

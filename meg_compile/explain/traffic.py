@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import fx
 
+from meg_compile.graph.nodes import operand
 from meg_compile.ops.collectives import copy_to_tp, reduce_from_tp
 from meg_compile.ops.vocabulary import vocab_cross_entropy
 
@@ -66,7 +67,7 @@ def _of_node(node: fx.Node) -> list[tuple[str, str, int]]:
     if node.target is reduce_from_tp:
         return [("forward", f"{node.args[0]}", _bytes(node.meta["val"]))]
     if node.target is vocab_cross_entropy:
-        logits = node.args[0].meta["val"]
+        logits = operand(node, 0).meta["val"]
         itemsize = 8 if logits.dtype == torch.float64 else 4
         rows = logits.shape[0] * itemsize
         return [

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from meg_compile.axes.infer import module_path
 from meg_compile.errors import CaptureError, Fault
 from meg_compile.graph.clean import clean
+from meg_compile.graph.nodes import module_path
 from meg_compile.graph.sentinel import sentinel
 
 Loss = Callable[..., torch.Tensor]
@@ -151,7 +151,7 @@ def _take(module: fx.GraphModule, step: _Step, fields: tuple[str, ...]) -> Captu
     aliases = {module_path(name): first[id(t)] for name, t in every if module_path(name) != first[id(t)]}
 
     graph, env, placeholders = fx.Graph(), {}, iter(fields)
-    tensors = {first[id(p)]: p for p in step.parameters()}
+    tensors: dict[str, torch.Tensor] = {first[id(p)]: p for p in step.parameters()}
     for node in module.graph.nodes:
         if node.op == "output":
             graph.output(env[node.all_input_nodes[0]])
@@ -191,9 +191,7 @@ def _explain(error: Exception) -> Fault:
     text = str(error).strip().split("\n\n")[0].split("\n")
     said = " ".join(line.strip() for line in text[:3])[:400]
     line = f" at `{frames[-1].line}`" if frames and frames[-1].line else ""
-    return Fault(
-        where, None, f"{type(error).__name__}: {said}{line}", "change the inputs or this line of the model"
-    )
+    return Fault(where, None, f"{type(error).__name__}: {said}{line}", "change the inputs or this line of the model")
 
 
 def _is_ours(filename: str) -> bool:

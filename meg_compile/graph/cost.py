@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from meg_compile.axes.op import base_name
+from meg_compile.graph.nodes import base_name
 
 FLOPS_PER_BYTE = 10.0
 """Floating-point operations a machine does while it moves one byte of memory; between a CPU core's 5 and a GPU's 100.
@@ -23,7 +23,7 @@ def flops(node: fx.Node) -> int:
         return 0
     name = base_name(node.target)
     shapes = [tuple(n.meta["val"].shape) for n in node.all_input_nodes if _is_tensor(n.meta.get("val"))]
-    out = node.meta.get("val")
+    out: Any = node.meta.get("val")
     if name in _MATRIX and _is_tensor(out):
         bias = 1 if name in ("addmm", "baddbmm") else 0
         operands = shapes[bias : bias + 2]
@@ -41,7 +41,7 @@ def moved(node: fx.Node) -> int:
     """Bytes that a node's forward reads and writes, views aside."""
     if node.op != "call_function" or base_name(node.target) in _VIEWS:
         return 0
-    values = [n.meta.get("val") for n in (node, *node.all_input_nodes)]
+    values: list[Any] = [n.meta.get("val") for n in (node, *node.all_input_nodes)]
     return sum(v.numel() * v.element_size() for v in values if _is_tensor(v))
 
 

@@ -23,9 +23,7 @@ def sentinel(model: nn.Module) -> Iterator[None]:
     """CaptureError when, while this is active, the model's forward does one of these things."""
     for name, module in model.named_modules():
         if module._backward_hooks or module._backward_pre_hooks:
-            raise _refusal(
-                f"module {name or type(model).__name__}", "has a backward hook, which a graph does not keep"
-            )
+            raise _refusal(f"module {name or type(model).__name__}", "has a backward hook, which a graph does not keep")
     patches: list[tuple[Any, str, str]] = [
         (
             torch.autograd.Function,

@@ -22,9 +22,7 @@ def _here(index: torch.Tensor, size: int, tp: Group) -> tuple[torch.Tensor, torc
     return local.masked_fill(elsewhere, 0), elsewhere
 
 
-def vocab_embedding(
-    table: torch.Tensor, index: torch.Tensor, tp: Group, padding_idx: int = -1
-) -> torch.Tensor:
+def vocab_embedding(table: torch.Tensor, index: torch.Tensor, tp: Group, padding_idx: int = -1) -> torch.Tensor:
     """Rows of a table of which this rank holds a part, zero for the rows of others: a partial sum.
 
     table [n, D], index [...] -> [..., D].
@@ -39,9 +37,7 @@ def vocab_embedding(
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, logits: torch.Tensor, target: torch.Tensor, tp: Group, num_classes: int, ignore: int
-    ):
+    def forward(ctx: Any, logits: torch.Tensor, target: torch.Tensor, tp: Group, num_classes: int, ignore: int):
         size = logits.shape[-1]
         real = min(max(num_classes - tp.rank * size, 0), size)
         scores = logits[:, :real]
@@ -83,7 +79,7 @@ def vocab_cross_entropy(
     """Cross entropy of logits of which each rank holds a part of the classes; the result is whole on every rank.
 
     logits [N, n], target [N] of class indices < num_classes -> scalar, or [N] with reduction 0 (1 is the mean over
-    the targets that are not ignore_index, 2 the sum). Two all-reduces forward (maximum [N]; sums [2, N]), none backward.
+    the targets that are not ignore_index, 2 the sum). Two all-reduces forward (maximum [N], sums [2, N]), none back.
     The softmax is computed in float32 or wider.
     """
     losses = _CrossEntropy.apply(logits, target, tp, num_classes, ignore_index)

@@ -30,24 +30,19 @@ def check_shapes(
     """
     retarget(graph, META)
     root: dict[str, Any] = {**tensors, TP: Group(layout.tp), RNG: None}
-    names = [n.target for n in graph.nodes if n.op == "placeholder"]
+    names = [str(n.target) for n in graph.nodes if n.op == "placeholder"]
     with torch.no_grad():
-        _Trial(_Root(root), layout, graph).run(*(inputs[name].to(META) for name in names))
-
-
-class _Root(torch.nn.Module):
-    def __init__(self, values: dict[str, Any]):
-        super().__init__()
-        self.values = values
+        _Trial(root, layout, graph).run(*(inputs[name].to(META) for name in names))
 
 
 class _Trial(fx.Interpreter):
-    def __init__(self, root: _Root, layout: Layout, graph: fx.Graph):
-        super().__init__(root, garbage_collect_values=True, graph=graph)
+    def __init__(self, values: dict[str, Any], layout: Layout, graph: fx.Graph):
+        super().__init__(torch.nn.Module(), graph=graph)
+        self.values = values
         self.layout = layout
 
     def fetch_attr(self, target: str) -> Any:
-        return self.module.values[target]
+        return self.values[target]
 
     def run_node(self, n: fx.Node) -> Any:
         got = super().run_node(n)

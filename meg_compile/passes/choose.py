@@ -16,6 +16,7 @@ from meg_compile.axes.atoms import Atom, atoms, branches, leaves
 from meg_compile.axes.infer import Axes
 from meg_compile.axes.layout import Layout
 from meg_compile.errors import Fault, Refused
+from meg_compile.graph.nodes import operand
 from meg_compile.plan import Plan
 
 
@@ -77,7 +78,7 @@ def find_candidates(axes: Axes) -> Candidates:
         if op.classes is not None:
             vocabularies.update(atoms(op.classes))
         if op.lookup is not None:
-            if not axes.ops[op.node.args[1]].constant:
+            if not axes.ops[operand(op.node, 1)].constant:
                 vocabularies.update(summed)
         elif 0 < len(op.weights) < len(op.operands):
             produced |= {a for w in op.weights for d in w for a in atoms(d)} - summed if summed else set()

@@ -5,9 +5,9 @@ Out: one graph per stage. A stage receives the activations that cross its start,
      needs, and returns the activations that cross its end, or the loss. What depends on no activation (positions,
      masks, a parameter's cast) is computed again in every stage that reads it, rather than sent.
 
-Cuts lie between layers: a layer is what runs inside one numbered block of the model ("h.3"); what comes before the first
-belongs to it, what comes after the last to that. A model without blocks is cut where all of its activations pass
-through one value.
+Cuts lie between layers: a layer is what runs inside one numbered block of the model ("h.3"); what comes before the
+first belongs to it, what comes after the last to that. A model without blocks is cut where all of its activations
+pass through one value.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ import networkx as nx
 import torch
 from torch import fx
 
-from meg_compile.axes.infer import locate
 from meg_compile.errors import Fault, Refused
 from meg_compile.graph.cost import cost
+from meg_compile.graph.nodes import locate
 from meg_compile.passes.tensor import BOUND
 from meg_compile.plan import Plan
 

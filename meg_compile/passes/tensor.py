@@ -25,6 +25,7 @@ from meg_compile.axes.infer import Axes
 from meg_compile.axes.layout import Layout
 from meg_compile.axes.op import Op
 from meg_compile.errors import MegError
+from meg_compile.graph.nodes import operand
 from meg_compile.ops.collectives import copy_to_tp, part_of, reduce_from_tp
 from meg_compile.ops.dropout import sharded_attention, sharded_dropout
 from meg_compile.ops.vocabulary import vocab_cross_entropy, vocab_embedding
@@ -55,19 +56,15 @@ class _Rewriter:
         self.env: dict[fx.Node, fx.Node] = {}
         self.copied: dict[fx.Node, fx.Node] = {}
         self.bound: dict[str, fx.Node] = {}
-        self.on_shards = {
-            n for n, op in axes.ops.items() if n.op == "call_function" and layout.touches(op.shapes())
-        }
+        self.on_shards = {n for n, op in axes.ops.items() if n.op == "call_function" and layout.touches(op.shapes())}
 
     def run(self) -> TensorParallel:
         for node in self.old.nodes:
             op = self.axes.ops[node]
-            if node in self.on_shards:
-                new = self.rewrite(node, op)
-            else:
-                new = self.new.node_copy(node, self.env.__getitem__)
+            on_shards = node in self.on_shards
+            new = self.rewrite(node, op) if on_shards else self.new.node_copy(node, self.env.__getitem__)
             self.env[node] = self.describe(new, node, op.out)
-        partial = {n.target for n in self.old.nodes if n.op == "get_attr" and self.gets_partial_gradients(n)}
+        partial = {str(n.target) for n in self.old.nodes if n.op == "get_attr" and self.gets_partial_gradients(n)}
         return TensorParallel(self.new, partial)
 
     def gets_partial_gradients(self, node: fx.Node) -> bool:
@@ -82,7 +79,7 @@ class _Rewriter:
         op = self.axes.ops[node]
         if op.split_bias is None or not self.sums(op) or op.split_bias[2] >= len(node.args):
             return None
-        return node.args[op.split_bias[2]]
+        return operand(node, op.split_bias[2])
 
     def sums(self, op: Op) -> bool:
         return any(self.layout.holds(dim) for dim in op.summed)
@@ -90,7 +87,7 @@ class _Rewriter:
     def rewrite(self, node: fx.Node, op: Op) -> fx.Node:
         """One operator on shards, and what must follow it."""
         target, args, kwargs, bias = node.target, node.args, node.kwargs, self.late_bias(node)
-        if bias is not None:
+        if bias is not None and op.split_bias is not None:
             target, kept, _ = op.split_bias
             args = tuple(args[i] for i in kept)
         args, kwargs = map_arg((args, kwargs), lambda n: self.operand(n, node))
@@ -107,9 +104,7 @@ class _Rewriter:
             if op.average:
                 new = self.call(node, f"{node.name}_mean", operator.truediv, new, self.layout.tp)
         elif not self.accounted(op):
-            raise MegError(
-                f"{node.format_node()}: works on shards, and its result is neither sharded nor summed"
-            )
+            raise MegError(f"{node.format_node()}: works on shards, and its result is neither sharded nor summed")
         if bias is not None:
             self.describe(new, node, op.out)
             new = self.call(node, f"{node.name}_biased", aten.add.Tensor, new, self.env[bias])

@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from meg_compile.errors import MegError
+from meg_compile.graph.nodes import operand
 
 aten = torch.ops.aten
 _CROSS_ENTROPY = aten.cross_entropy_loss.default
@@ -62,12 +63,12 @@ def sum_over_tokens(graph: fx.Graph) -> Units:
 
 
 def _reduction(node: fx.Node) -> int:
-    return node.args[3] if len(node.args) > 3 else 1
+    return int(node.args[3]) if len(node.args) > 3 else 1  # type: ignore[arg-type]
 
 
 def _counter(graph: fx.Graph, loss: fx.Node) -> fx.GraphModule | None:
     """The number of targets of a cross entropy that count, from the batch's fields alone; None where it needs more."""
-    target = loss.args[1]
+    target = operand(loss, 1)
     ignore = loss.args[4] if len(loss.args) > 4 else -100
     needed, stack = set(), [target]
     while stack:

@@ -32,13 +32,9 @@ class Executor:
         local = {s.index for s in self.stages}
         self.specs = {n: spec for n, spec in program.params.items() if local & set(spec.stages)}
         self.tensors = {name: _allocate(spec, device) for name, spec in self.specs.items()}
-        self.parameters = {
-            n: t for n, t in self.tensors.items() if isinstance(t, nn.Parameter) and t.requires_grad
-        }
+        self.parameters = {n: t for n, t in self.tensors.items() if isinstance(t, nn.Parameter) and t.requires_grad}
         tp = Group(program.plan.tp, at.tp, groups.tp)
-        rng = ShardRng(
-            seed + 7919 * (1 + at.tp + program.plan.tp * (at.dp + program.plan.dp * at.pp)), device
-        )
+        rng = ShardRng(seed + 7919 * (1 + at.tp + program.plan.tp * (at.dp + program.plan.dp * at.pp)), device)
         self.modules: list[StageModule] = [bind(s, self.tensors, tp, rng, device) for s in self.stages]
         self.shared = self._shared_groups()
         self._runs: dict[int, Run] = {}
@@ -86,9 +82,7 @@ class Executor:
 
     def norm_squared(self) -> torch.Tensor:
         """This rank's share of the squared gradient norm: summed over the world it counts every parameter once."""
-        mine = [
-            p.grad for n, p in self.parameters.items() if p.grad is not None and self._counts(self.specs[n])
-        ]
+        mine = [p.grad for n, p in self.parameters.items() if p.grad is not None and self._counts(self.specs[n])]
         if not mine:
             return torch.zeros((), dtype=torch.float64, device=self.device)
         return torch.stack([n.double() ** 2 for n in torch._foreach_norm(mine)]).sum()
@@ -124,11 +118,9 @@ class Executor:
         return at.dp == 0 and at.pp == self.program.owner(spec) and (spec.sharded or at.tp == 0)
 
     def _schedule(self, num_micro_batches: int) -> Run:
-        if self.program.plan.num_stages == 1:
+        if self.groups.pp is None:
             return one_stage(self.program, self.modules[0])
-        return pipeline(
-            self.program, self.modules, self.stages, self.groups.pp, self.device, num_micro_batches
-        )
+        return pipeline(self.program, self.modules, self.stages, self.groups.pp, self.device, num_micro_batches)
 
     def _shared_groups(self) -> list[tuple[list[str], dist.ProcessGroup | None]]:
         """Tied parameters by the pipeline ranks that hold copies, each with this rank's group of holders.

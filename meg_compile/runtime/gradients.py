@@ -1,7 +1,7 @@
 """What happens to gradients between the last backward and the optimizer.
 
-Whole parameters that were read on shards hold partial gradients (sum over tp); a tied parameter has a copy on each stage
-that reads it (sum over those stages); replicas have read different rows (sum over dp: the loss is scaled by
+Whole parameters that were read on shards hold partial gradients (sum over tp); a tied parameter has a copy on each
+stage that reads it (sum over those stages); replicas have read different rows (sum over dp: the loss is scaled by
 the global batch's size beforehand). All are sums, so their order does not matter.
 """
 

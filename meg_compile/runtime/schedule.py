@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,7 @@ from torch.distributed.pipelining import (
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
 )
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
 from meg_compile.passes.partition import Stage
 from meg_compile.program import Program
@@ -22,8 +24,11 @@ Run = Callable[[Batch, float], float]
 """(a replica's rows, scale) -> the sum of scale * loss over its micro-batches; 0.0 where the last stage is elsewhere.
 Gradients of that sum are left in the parameters."""
 
-SINGLE = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
-MULTI = {"interleaved_1f1b": ScheduleInterleaved1F1B}
+SCHEDULES: dict[str, type[Any]] = {
+    "1f1b": Schedule1F1B,
+    "gpipe": ScheduleGPipe,
+    "interleaved_1f1b": ScheduleInterleaved1F1B,
+}
 
 
 def one_stage(program: Program, module: StageModule) -> Run:
@@ -48,10 +53,9 @@ def pipeline(
 ) -> Run:
     """A pipeline schedule over this rank's stages, with shapes known beforehand, so that none are exchanged."""
     pipe_stages = [_pipe_stage(program, m, s, group, device) for m, s in zip(modules, stages, strict=True)]
-    name = program.plan.schedule
-    chosen = SINGLE[name] if name in SINGLE else MULTI[name]
-    schedule = chosen(
-        pipe_stages[0] if name in SINGLE else pipe_stages,
+    kind = SCHEDULES[program.plan.schedule]
+    schedule = kind(
+        pipe_stages[0] if issubclass(kind, PipelineScheduleSingle) else pipe_stages,
         num_micro_batches,
         loss_fn=lambda loss, scale: loss * scale[0],
         scale_grads=False,

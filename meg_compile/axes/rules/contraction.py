@@ -73,9 +73,7 @@ def einsum(op: Op, equation: str, operands: list[Dims], path: Any = None) -> Dim
 
 
 @rule("sum", "mean")
-def reduction(
-    op: Op, x: Dims, dim: int | list[int] | None = None, keepdim: bool = False, **kwargs: Any
-) -> Dims:
+def reduction(op: Op, x: Dims, dim: int | list[int] | None = None, keepdim: bool = False, **kwargs: Any) -> Dims:
     chosen = [dim] if isinstance(dim, int) else dim or range(len(x))
     gone = {d % len(x) for d in chosen}
     op.sum(*(x[d] for d in sorted(gone)))

@@ -47,9 +47,7 @@ def narrow(op: Op, x: Dims, dim: int, start: int, length: int) -> Dims:
 
 
 @rule("slice")
-def slice_(
-    op: Op, x: Dims, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
-) -> Dims:
+def slice_(op: Op, x: Dims, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Dims:
     n = size_of(x[dim])
     start, end, step = slice(start, end, step).indices(n)
     if step != 1 and n % step == 0 and start < step and end > n - step + start:

@@ -6,9 +6,7 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +14,7 @@ from torch import fx
 
 from meg_compile.axes.atoms import Atom, Dim, Dims, leaves
 from meg_compile.axes.layout import Layout
-from meg_compile.axes.op import base_name
+from meg_compile.graph.nodes import base_name, source_line
 from meg_compile.passes.tensor import BOUND
 
 
@@ -33,16 +31,8 @@ def to_text(nodes: Iterable[fx.Node], layout: Layout) -> str:
     width = min(max((len(code) for code, _, _ in lines), default=0), 100)
     middle = max((len(text) for _, text, _ in lines), default=0)
     return "\n".join(
-        f"{code:<{width}}  # {text:<{middle}}  {where}".rstrip() if text else code
-        for code, text, where in lines
+        f"{code:<{width}}  # {text:<{middle}}  {where}".rstrip() if text else code for code, text, where in lines
     )
-
-
-def source_line(node: fx.Node) -> str:
-    """file.py:line of the user's (or the model's) own code that a node comes from; "" where none is known."""
-    frames = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
-    own = [(f, n) for f, n in frames if "/torch/" not in f and not f.endswith("graph/capture.py")]
-    return f"{Path(own[-1][0]).name}:{own[-1][1]}" if own else ""
 
 
 def spell(dim: Dim, layout: Layout) -> str:
@@ -69,9 +59,7 @@ def _describe(node: fx.Node, layout: Layout) -> str:
 
 def _call(node: fx.Node) -> str:
     args = [_operand(a) for a in node.args if not (isinstance(a, fx.Node) and a.target in BOUND)]
-    args += [
-        f"{k}={_operand(v)}" for k, v in node.kwargs.items() if k not in ("device", "pin_memory", "layout")
-    ]
+    args += [f"{k}={_operand(v)}" for k, v in node.kwargs.items() if k not in ("device", "pin_memory", "layout")]
     while args and args[-1] == "None":
         args.pop()
     return f"{base_name(node.target)}({', '.join(args)})"
@@ -79,7 +67,7 @@ def _call(node: fx.Node) -> str:
 
 def _operand(value: Any) -> str:
     if isinstance(value, fx.Node):
-        return value.target if value.op == "get_attr" else f"%{value.name}"
+        return str(value.target) if value.op == "get_attr" else f"%{value.name}"
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(map(_operand, value))}]"
     return str(value)

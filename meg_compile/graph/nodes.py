@@ -1,0 +1,41 @@
+"""Reading a node: what its operator is called, and where in the user's model it comes from."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from torch import fx
+
+
+def base_name(target: Any) -> str:
+    """An operator's name without namespace, overload or the underscore of its in-place form."""
+    name = getattr(target, "_opname", None) or getattr(target, "__name__", str(target))
+    return name if name.startswith("__") else name.rstrip("_")
+
+
+def operand(node: fx.Node, at: int) -> fx.Node:
+    """A positional argument that is itself a node."""
+    found = node.args[at]
+    assert isinstance(found, fx.Node), f"argument {at} of {node.format_node()} is no node"
+    return found
+
+
+def locate(node: fx.Node) -> str:
+    """The module path in which a node's operator was called ("h.0.attn.c_attn"); "" for the root."""
+    stack = node.meta.get("nn_module_stack") or {}
+    paths = [path for path, _ in stack.values()]
+    return module_path(paths[-1]) if paths else ""
+
+
+def module_path(path: str) -> str:
+    """A module path as the user knows it, without the wrapper that capture puts around the model."""
+    return path.removeprefix("L['self'].").removeprefix("model").removeprefix(".")
+
+
+def source_line(node: fx.Node) -> str:
+    """file.py:line of the user's (or the model's) own code that a node comes from; "" where none is known."""
+    frames = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
+    own = [(f, n) for f, n in frames if "/torch/" not in f and not f.endswith("graph/capture.py")]
+    return f"{Path(own[-1][0]).name}:{own[-1][1]}" if own else ""
