@@ -94,7 +94,19 @@ def find_candidates(axes: Axes) -> Candidates:
                 found[0].names.add("ffn")
     ranked = [a for a in weight if a.whole is None and a not in mixed and (a in pairs or a in vocabularies)]
     ranked.sort(key=lambda a: -weight[a] / (1 + traffic[a]))
-    return Candidates(ranked, vocabularies - contracted)
+    return Candidates(ranked, vocabularies - contracted - _inner(axes))
+
+
+def _inner(axes: Axes) -> set[Atom]:
+    """Axes that somewhere lie inside another or in a part of a dim, so that padding would not come last."""
+    dims = {dim for op in axes.ops.values() for dims in op.shapes() for dim in dims}
+    found: set[Atom] = set()
+    for dim in dims:
+        first, *rest = leaves(dim) or (None,)
+        found.update(atoms(rest))
+        if first is not None and first.segments is not None:
+            found.update(atoms((first,)))
+    return found
 
 
 def _neighbours(axes: Axes, wanted: set[Atom]) -> dict[Atom, set[Atom]]:
