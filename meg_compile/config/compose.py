@@ -1,0 +1,193 @@
+"""Everything that knows Hydra: what is typed on the way in, what is composed on the way out.
+
+Hydra composes plain YAML without schemas, because its own refusals come one at a time and name little. So before it
+composes, `key=value` becomes `++key=value`, which it never refuses, and what was typed wrongly is found afterwards by
+`read`, together with everything else.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from hydra._internal.utils import get_args_parser
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException, OverrideParseException
+from hydra.types import RunMode
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from yaml import YAMLError
+from omegaconf.errors import InterpolationResolutionError, MissingMandatoryValue, OmegaConfBaseException
+
+from meg_compile.errors import Fault, Refused, nearest
+
+ASSIGNMENT = re.compile(r"\+{0,2}(?P<key>[^=@/~+]+)=")
+TARGET_SECTIONS = ("model", "loss", "data")
+OWN_DATA_KEYS = ("shuffle", "fields")
+COMPOSITION_ERRORS = (HydraException, OmegaConfBaseException, YAMLError)
+
+
+def register_resolvers() -> None:
+    """`${new_run:}` names a run: the time, and some letters so that two of one second differ."""
+    OmegaConf.register_new_resolver("new_run", _new_run, use_cache=True, replace=True)
+
+
+def _new_run() -> str:
+    return f"{datetime.now():%Y-%m-%d_%H-%M-%S}_{secrets.token_hex(2)}"
+
+
+def rewrite(argv: Sequence[str], conf: Path) -> list[str]:
+    """The arguments with every `key=value` as `++key=value`, but choices of config groups and Hydra's own keys.
+
+    conf  our directory of config groups; those of the user's --config-dir count too
+    """
+    args = get_args_parser().parse_known_args(list(argv))[0]
+    folders = [conf, *([Path(args.config_dir)] if args.config_dir else [])]
+    groups = {path.name for folder in folders if folder.is_dir() for path in folder.iterdir() if path.is_dir()}
+
+    def one(arg: str) -> str:
+        match = ASSIGNMENT.match(arg)
+        if not match or arg not in args.overrides:
+            return arg
+        key = match["key"]
+        if key in groups or key == "hydra" or key.startswith("hydra."):
+            return arg
+        return f"++{arg.lstrip('+')}"
+
+    return [one(arg) for arg in argv]
+
+
+def swept_keys(argv: Sequence[str]) -> set[str]:
+    """The keys that are given several values, as `plan.tp=1,2`."""
+    overrides = get_args_parser().parse_known_args(list(argv))[0].overrides
+    try:
+        parsed = OverridesParser.create().parse_overrides(overrides)
+    except HydraException:  # Hydra says so itself when it composes
+        return set()
+    return {override.get_key_element().lstrip("+") for override in parsed if override.is_sweep_override()}
+
+
+def typed_settings() -> list[str]:
+    """The settings of the current Hydra job as they were typed."""
+    overrides = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
+    assert isinstance(overrides, list)
+    return [str(override) for override in overrides]
+
+
+def composition_fault(error: BaseException) -> Fault:
+    """What Hydra itself refuses, such as an override that does not parse or a --config-name that is not there."""
+    lines = [str(error).strip() or type(error).__name__]
+    if isinstance(error.__cause__, OmegaConfBaseException):
+        lines.append(str(error.__cause__))
+    text = " ".join(" ".join(lines).split())
+    typed = error.override if isinstance(error, OverrideParseException) else "command line"
+    return Fault(typed.lstrip("+"), None, text, "see `python run.py --help` for the form of settings")
+
+
+def composed(cfg: DictConfig) -> tuple[dict[str, Any], list[Fault]]:
+    """The composed settings as plain values, and what went wrong with them.
+
+    To be called inside a Hydra job. Presets that are not there, values that must be given, and interpolations that
+    lead nowhere are faults. Where a `_target_` replaces another, the arguments that were meant for the other go.
+    """
+    faults = list(_missing_presets())
+    plain = _plain(cfg, "", faults)
+    writings = list(_writings())
+    for section in TARGET_SECTIONS:
+        if isinstance(plain.get(section), dict):
+            keep = _current_arguments(section, writings) | (set(OWN_DATA_KEYS) if section == "data" else set())
+            plain[section] = {key: value for key, value in plain[section].items() if key in keep}
+    return plain, faults
+
+
+def save(values: Mapping[str, Any], path: Path) -> None:
+    """Writes plain values as YAML."""
+    path.write_text(OmegaConf.to_yaml(OmegaConf.create(dict(values)), resolve=False))
+
+
+def load_plain(path: Path) -> dict[str, Any]:
+    """Plain values from YAML that `save` wrote."""
+    plain = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+    assert isinstance(plain, dict)
+    return {str(key): value for key, value in plain.items()}
+
+
+def _plain(node: Any, prefix: str, faults: list[Fault]) -> Any:
+    if isinstance(node, ListConfig):
+        keys: list[Any] = list(range(len(node)))
+    elif isinstance(node, DictConfig):
+        keys = list(node.keys())
+    else:
+        return node
+    values = {}
+    for key in keys:
+        name = f"{prefix}{key}"
+        try:
+            values[key] = _plain(node[key], f"{name}.", faults)
+        except MissingMandatoryValue:
+            faults.append(Fault(name, None, "must be given", f"add {name}=VALUE"))
+        except OmegaConfBaseException as error:
+            written = OmegaConf.to_container(node, resolve=False)[key]  # type: ignore[index]
+            said = error.msg if isinstance(error, InterpolationResolutionError) and error.msg else str(error)
+            problem = f"cannot be resolved: {said.splitlines()[0]}"
+            faults.append(Fault(name, written, problem, "name an existing key, as ${train.steps}"))
+    return values if isinstance(node, DictConfig) else list(values.values())
+
+
+def _missing_presets() -> Iterator[Fault]:
+    """Choices of presets that do not exist. Our defaults are `optional`, so that Hydra lets them through."""
+    loader = GlobalHydra.instance().config_loader()
+    for group, choice in HydraConfig.get().runtime.choices.items():
+        if group.startswith("hydra/") or choice is None:
+            continue
+        options = sorted(loader.get_group_options(group))
+        if choice not in options:
+            guess = nearest(str(choice), options)
+            start = f"did you mean {group}={guess}? " if guess else ""
+            yield Fault(group, choice, "there is no such preset", f"{start}There are {', '.join(options)}")
+
+
+def _current_arguments(section: str, writings: list[dict[str, Any]]) -> set[str]:
+    """The keys that were written for the section's last `_target_`, by whatever file or on the command line."""
+    target, keys = None, {"_target_"}
+    for writing in writings:
+        written = writing.get(section)
+        if not isinstance(written, dict):
+            continue
+        if written.get("_target_", target) != target:
+            target, keys = written["_target_"], {"_target_"}
+        keys |= set(written)
+    return keys
+
+
+def _writings() -> Iterator[dict[str, Any]]:
+    """What each config file, in order, and then the command line writes, by section."""
+    hydra, loader = HydraConfig.get(), GlobalHydra.instance().config_loader()
+    overrides = [*OmegaConf.to_container(hydra.overrides.hydra, resolve=False), *typed_settings()]
+    for default in loader.compute_defaults_list(hydra.job.config_name, overrides, RunMode.RUN).defaults:
+        if default.config_path is None or default.config_path.startswith("hydra/"):
+            continue
+        loaded = loader.repository.load_config(default.config_path)  # type: ignore[attr-defined]
+        content = None if loaded is None else OmegaConf.to_container(loaded.config, resolve=False)
+        if isinstance(content, dict):
+            yield {default.package: content} if default.package else content
+    yield _by_section(typed_settings())
+
+
+def _by_section(overrides: list[str]) -> dict[str, Any]:
+    """The command line's settings by section; of settings further down only the first key below it."""
+    typed: dict[str, Any] = {}
+    for override in OverridesParser.create().parse_overrides(overrides):
+        section, _, rest = override.key_or_group.partition(".")
+        name, _, deeper = rest.partition(".")
+        value = override.value()
+        if rest:
+            typed.setdefault(section, {})[name] = None if deeper else value
+        elif isinstance(value, dict):
+            typed.setdefault(section, {}).update(value)
+    return typed

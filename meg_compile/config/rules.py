@@ -1,0 +1,239 @@
+"""Values that cannot work: bounds of single settings, and sizes that must agree with each other."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+from meg_compile.config.read import Reading
+from meg_compile.config.targets import OWN
+from meg_compile.errors import Fault
+from meg_compile.plan import Plan, plan_faults
+
+
+@dataclass(frozen=True)
+class Here:
+    """What this machine and whoever started us give.
+
+    world_size  processes that torchrun started; None where we start our own
+    local_size  of these, on this machine
+    num_gpus    GPUs on this machine
+    """
+
+    world_size: int | None = None
+    local_size: int | None = None
+    num_gpus: int = 0
+
+
+# key -> (smallest value, whether that value itself is allowed, what it would mean to go below)
+BOUNDS: dict[str, tuple[float, bool, str]] = {
+    "train.steps": (0, True, "a count"),
+    "train.micro_batch_size": (1, True, "a count of rows"),
+    "train.global_batch_size": (1, True, "a count of rows"),
+    "train.seed": (0, True, "a seed"),
+    "train.clip_grad": (0, True, "a norm; 0 turns clipping off"),
+    "optim.lr": (0, False, "a step size"),
+    "optim.min_lr": (0, True, "a step size"),
+    "optim.warmup_steps": (0, True, "a count of steps"),
+    "optim.weight_decay": (0, True, "a rate"),
+    "optim.eps": (0, False, "a small positive number"),
+    "optim.momentum": (0, True, "a rate"),
+    "verify.steps": (1, True, "a count of steps"),
+    "verify.tolerance": (0, False, "a relative error"),
+    "launch.nproc": (1, True, "a count of processes"),
+    "launch.threads": (1, True, "a count of threads"),
+    "explain.block": (0, True, "a position"),
+    "data.seq_len": (1, True, "a count of tokens"),
+}
+EXAMPLES = {"optim.lr": "0.001", "optim.eps": "1e-08", "verify.tolerance": "1e-09"}
+
+
+def check(reading: Reading, here: Here) -> None:
+    """Adds to `reading.faults` whatever the rules below find. A rule whose settings are not sound is skipped."""
+    reading.faults += _bounds(reading.sound)
+    reading.faults += _plan(reading.sound)
+    for rule in RULES:
+        try:
+            faults = rule(reading.sound, here)
+        except KeyError:  # a setting that is not sound
+            continue
+        reading.faults += faults
+
+
+def _bounds(v: Mapping[str, Any]) -> list[Fault]:
+    faults = []
+    for key, (least, inclusive, meaning) in BOUNDS.items():
+        value = v.get(key)
+        if not isinstance(value, (int, float)) or isinstance(value, bool):
+            continue
+        if math.isfinite(value) and (value >= least if inclusive else value > least):
+            continue
+        fix = f"use {key}={EXAMPLES.get(key, least)}" + (" or more" if inclusive else ", say")
+        faults.append(Fault(key, value, f"is {meaning}, so it cannot be {value}", fix))
+    return faults
+
+
+def _plan(v: Mapping[str, Any]) -> list[Fault]:
+    fields = {name: v.get(f"plan.{name}", default) for name, default in vars(Plan()).items()}
+    return plan_faults(SimpleNamespace(**fields))
+
+
+def _sizes(v: Mapping[str, Any]) -> dict[str, int]:
+    return {name: v[f"plan.{name}"] for name in ("tp", "cp", "dp", "pp")}
+
+
+def _batch(v: Mapping[str, Any], here: Here) -> list[Fault]:
+    total, micro, dp = v["train.global_batch_size"], v["train.micro_batch_size"], v["plan.dp"]
+    if total % (micro * dp) == 0:
+        return []
+    unit = micro * dp
+    below = [f"{total // unit * unit}"] if total > unit else []
+    fix = f"use train.global_batch_size={' or '.join([*below, str((total // unit + 1) * unit)])}"
+    if total % dp == 0:
+        fitting = [str(size) for size in range(1, total // dp + 1) if total // dp % size == 0]
+        fix += f", or train.micro_batch_size={_choices(fitting)}"
+    problem = f"is no multiple of train.micro_batch_size={micro} x plan.dp={dp} = {unit}"
+    return [Fault("train.global_batch_size", total, problem, fix)]
+
+
+def _microbatches(v: Mapping[str, Any], here: Here) -> list[Fault]:
+    """What the pipeline schedules of torch.distributed.pipelining ask of the number of micro-batches."""
+    total, micro, dp, pp = (v[k] for k in ("train.global_batch_size", "train.micro_batch_size", "plan.dp", "plan.pp"))
+    schedule, count = v["plan.schedule"], total // (micro * dp)
+    if total % (micro * dp) or pp == 1 or v["task"] == "explain":
+        return []
+    if schedule == "1f1b" and count < pp:
+        problem = f"needs at least {pp} micro-batches for pp={pp} stages; there are {count}"
+        fix = f"use train.global_batch_size={pp * micro * dp}, or plan.schedule=gpipe"
+        return [Fault("plan.schedule", schedule, problem, fix)]
+    rounds = max(1, count // pp)
+    if schedule == "interleaved_1f1b" and count % rounds:
+        problem = f"{count} micro-batches do not fill {rounds} rounds of pp={pp} evenly"
+        sizes = [n * pp * micro * dp for n in (count // pp, count // pp + 1)]
+        fix = f"use train.global_batch_size={sizes[0]} or {sizes[1]}"
+        return [Fault("plan.schedule", schedule, problem, fix)]
+    return []
+
+
+def _processes(v: Mapping[str, Any], here: Here) -> list[Fault]:
+    sizes, nproc = _sizes(v), v["launch.nproc"]
+    needed = math.prod(sizes.values())
+    if v["task"] == "explain":
+        return []
+    arithmetic = " x ".join(f"{name} {size}" for name, size in sizes.items()) + f" = {needed}"
+    faults = []
+    if here.world_size not in (None, needed):
+        problem = f"torchrun started {here.world_size} processes, and the plan needs {arithmetic}"
+        fix = _join(f"start {needed} in all, as by --nproc-per-node {needed}", _fitting(sizes, here.world_size))
+        faults.append(Fault("WORLD_SIZE", here.world_size, problem, fix))
+    if nproc not in (None, needed):
+        fix = _join(f"use launch.nproc={needed} or leave it out", _fitting(sizes, nproc))
+        faults.append(Fault("launch.nproc", nproc, f"the plan needs {arithmetic} processes", fix))
+    return faults
+
+
+def _fitting(sizes: Mapping[str, int], nproc: int | None) -> str:
+    """One changed size that makes the plan fill `nproc` processes, if there is one."""
+    for name in ("dp", "tp", "pp"):
+        others = math.prod(size for other, size in sizes.items() if other != name)
+        if nproc and nproc % others == 0:
+            return f"plan.{name}={nproc // others}"
+    return f"plan.tp=1 plan.pp=1 plan.dp={nproc}"
+
+
+def _devices(v: Mapping[str, Any], here: Here) -> list[Fault]:
+    device, wanted = v["launch.device"], here.local_size or math.prod(_sizes(v).values())
+    if device != "cuda" or v["task"] == "explain" or here.num_gpus >= wanted:
+        return []
+    problem = f"{wanted} local ranks need a GPU each, and {here.num_gpus} can be seen here"
+    return [Fault("launch.device", device, problem, "use launch.device=cpu, or auto")]
+
+
+def _learning_rate(v: Mapping[str, Any], here: Here) -> list[Fault]:
+    lr, least, warmup, steps = v["optim.lr"], v["optim.min_lr"], v["optim.warmup_steps"], v["train.steps"]
+    faults = []
+    if least > lr:
+        faults.append(Fault("optim.min_lr", least, f"is over optim.lr={lr}", f"use {lr} or less"))
+    if warmup is not None and warmup > max(steps, 0) and v["task"] == "train":
+        problem = f"is over train.steps={steps}"
+        faults.append(Fault("optim.warmup_steps", warmup, problem, f"use {steps} or less, or null for a tenth"))
+    return faults
+
+
+def _betas(v: Mapping[str, Any], here: Here) -> list[Fault]:
+    betas = v["optim.betas"]
+    if len(betas) == 2 and all(0 <= beta < 1 for beta in betas):
+        return []
+    problem = "must be two numbers, each at least 0 and under 1"
+    return [Fault("optim.betas", betas, problem, "use optim.betas=[0.9,0.95]")]
+
+
+def _momentum(v: Mapping[str, Any], here: Here) -> list[Fault]:
+    momentum = v["optim.momentum"]
+    problem = "a momentum of 1 or more never settles"
+    return [] if momentum < 1 else [Fault("optim.momentum", momentum, problem, "use optim.momentum=0.9, say")]
+
+
+def _text(v: Mapping[str, Any], here: Here) -> list[Fault]:
+    """Files and vocabulary of our own text dataset. task=explain never reads a file."""
+    if not v["data._target_"].startswith(OWN) or v["task"] == "explain":
+        return []
+    faults = []
+    for key, what in (("data.path", "text"), ("data.tokenizer", "tokenizer.json")):
+        path = v[key]
+        if path is not None and not os.path.isfile(path):
+            problem = "is a directory, not a file" if os.path.isdir(path) else "there is no such file"
+            faults.append(Fault(key, path, problem, f"give a {what} file, from where you typed the command"))
+    vocab = v.get("model.vocab_size")
+    if v["data.tokenizer"] is None and isinstance(vocab, int) and vocab < 256:
+        problem = "text is read byte by byte, and bytes go up to 255"
+        faults.append(Fault("model.vocab_size", vocab, problem, "use model.vocab_size=256, or a data.tokenizer"))
+    return faults
+
+
+def _context(v: Mapping[str, Any], here: Here) -> list[Fault]:
+    seq_len, context = v["data.seq_len"], v["model.context"]
+    if not isinstance(seq_len, int) or not isinstance(context, int) or seq_len <= context:
+        return []
+    problem = f"is over the model's context of {context}"
+    return [Fault("data.seq_len", seq_len, problem, f"use data.seq_len={context} or less, or model.context={seq_len}")]
+
+
+def _export(v: Mapping[str, Any], here: Here) -> list[Fault]:
+    path = v["export.path"]
+    if path is None:
+        return []
+    parent = os.path.dirname(path)
+    while parent and not os.path.lexists(parent):
+        parent = os.path.dirname(parent)
+    if os.path.isdir(path):
+        return [Fault("export.path", path, "is a directory", "name a file in it, such as model.safetensors")]
+    if parent and not os.path.isdir(parent):
+        return [Fault("export.path", path, f"{parent} is a file, not a directory", "choose another place")]
+    return []
+
+
+def _choices(numbers: list[str]) -> str:
+    return " or ".join([", ".join(numbers[:-1]), numbers[-1]] if len(numbers) > 1 else numbers)
+
+
+def _join(first: str, second: str) -> str:
+    return f"{first}, or {second}"
+
+
+RULES: tuple[Callable[[Mapping[str, Any], Here], list[Fault]], ...] = (
+    _batch,
+    _microbatches,
+    _processes,
+    _devices,
+    _learning_rate,
+    _betas,
+    _momentum,
+    _text,
+    _context,
+    _export,
+)

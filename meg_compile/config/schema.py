@@ -1,0 +1,185 @@
+"""The configuration as typed values: one dataclass a section, one docstring line a field.
+
+The values themselves live in `conf/`; nothing here has a default. The classes are mutable because the last
+steps of loading fill in what was left to us (`launch.nproc`, absolute paths).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from meg_compile.config.targets import Target
+from meg_compile.plan import Plan
+
+
+@dataclass
+class PlanConfig:
+    """How the ranks share the work; the ranks needed are tp x cp x dp x pp."""
+
+    tp: int
+    """Ranks that share every layer (tensor parallel)."""
+    pp: int
+    """Pipeline ranks (pipeline parallel)."""
+    vpp: int
+    """Stages per pipeline rank; more than 1 needs the interleaved schedule."""
+    dp: int
+    """Replicas of the model, each reading its own rows (data parallel)."""
+    cp: int
+    """Ranks that share one sequence (context parallel); 1 for none."""
+    sp: bool
+    """Split the sequence over the tp ranks between layers (sequence parallel)."""
+    schedule: str
+    """Order of forward and backward passes: 1f1b, gpipe or interleaved_1f1b."""
+    stages: list[int] | None
+    """Blocks on each stage in order, or null for a balanced cut."""
+    strict: bool
+    """Refuse a model with an axis that tp does not divide, rather than keep those layers whole."""
+
+    def plan(self) -> Plan:
+        """The frozen plan that the compiler takes."""
+        stages = None if self.stages is None else tuple(self.stages)
+        return Plan(**{**vars(self), "stages": stages})
+
+
+@dataclass
+class DataConfig(Target):
+    """The dataset: any map-style dataset, with its constructor's arguments beside `_target_`."""
+
+    shuffle: bool
+    """Read the rows in a new order every epoch, drawn from `train.seed`; false reads them as they come."""
+    fields: list[str] | None
+    """Which fields of a sample reach the model and the loss; null for all of them."""
+
+
+@dataclass
+class OptimConfig:
+    """The optimizer and its learning rate."""
+
+    name: Literal["adamw", "sgd"]
+    """Which optimizer."""
+    lr: float
+    """Peak learning rate."""
+    min_lr: float
+    """Learning rate at the end of the cosine."""
+    warmup_steps: int | None
+    """Steps of linear warm-up; null for a tenth of `train.steps`, and none for a constant rate."""
+    weight_decay: float
+    """Decoupled decay (adamw) or L2 penalty (sgd)."""
+    betas: list[float]
+    """Decay rates of AdamW's two moments."""
+    eps: float
+    """Added to AdamW's denominator."""
+    momentum: float
+    """SGD's momentum; 0 for none."""
+    decay: Literal["matrices", "all"]
+    """Which parameters decay: those with two or more dims, or all."""
+    schedule: Literal["cosine", "constant"]
+    """How the rate moves after warm-up."""
+
+
+@dataclass
+class TrainConfig:
+    """The training run."""
+
+    steps: int
+    """Optimizer steps; 0 only builds, checks and exports."""
+    micro_batch_size: int
+    """Rows that go through a stage at once."""
+    global_batch_size: int
+    """Rows per optimizer step, over all replicas: a multiple of micro_batch_size x plan.dp."""
+    seed: int
+    """Seed of the starting weights, dropout and row order."""
+    clip_grad: float
+    """Largest global gradient norm; 0 for no clipping."""
+    check: bool | None
+    """Compare one step with the plain model before training; null for small models only."""
+
+
+@dataclass
+class VerifyConfig:
+    """The comparison with the plain model (task=verify)."""
+
+    steps: int
+    """Optimizer steps to compare."""
+    tolerance: float | None
+    """Largest relative error that passes; null for the precision's own."""
+
+
+@dataclass
+class LaunchConfig:
+    """The processes of a local run."""
+
+    nproc: int | None
+    """Processes to start; null for as many as the plan needs."""
+    device: Literal["auto", "cpu", "cuda"]
+    """Where to compute; auto is cuda where every local rank has a GPU of its own, else cpu."""
+    threads: int | None
+    """CPU threads per process; null shares the cores out evenly."""
+
+
+@dataclass
+class ExportConfig:
+    """The trained weights, as one file of whole tensors."""
+
+    path: str | None
+    """Where to write them at the end; null for nowhere."""
+
+
+@dataclass
+class ExplainConfig:
+    """What task=explain prints."""
+
+    block: int
+    """The block whose rewritten graph is shown, counted from 0."""
+
+
+@dataclass
+class Config:
+    """Everything that a run is made of."""
+
+    task: Literal["train", "explain", "verify"]
+    """train the model, explain the plan without any process, or verify it against the plain model."""
+    precision: Literal["fp32", "fp64"]
+    """Floating-point format of weights, activations and gradients."""
+    model: Target
+    """The plain model: `_target_` and its constructor's arguments."""
+    loss: Target
+    """Loss of a model that returns logits: `_target_(logits, labels, **arguments)`."""
+    plan: PlanConfig
+    """How the ranks share the work."""
+    data: DataConfig
+    """The dataset."""
+    optim: OptimConfig
+    """The optimizer."""
+    train: TrainConfig
+    """The training run."""
+    verify: VerifyConfig
+    """The comparison with the plain model."""
+    launch: LaunchConfig
+    """The processes."""
+    export: ExportConfig
+    """The trained weights."""
+    explain: ExplainConfig
+    """What task=explain prints."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes that the plan needs."""
+        return self.plan.tp * self.plan.cp * self.plan.dp * self.plan.pp
+
+    @property
+    def num_microbatches(self) -> int:
+        """Micro-batches per replica and step."""
+        return self.train.global_batch_size // (self.train.micro_batch_size * self.plan.dp)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, laid out as in the YAML files."""
+        return {key: _plain(value) for key, value in vars(self).items()}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Target):
+        rest = {key: item for key, item in vars(value).items() if key not in ("target", "args")}
+        return {"_target_": value.target, **value.args, **rest}
+    return dict(vars(value)) if hasattr(value, "__dict__") else value

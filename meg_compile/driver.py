@@ -1,0 +1,178 @@
+"""The tasks: from composed settings to `result.json`, in the process that the user started and in each worker.
+
+    run      check everything that needs no process, then explain, or start the workers (or be one, under torchrun)
+    worker   a worker that `run` started
+    follow   a rank other than 0 under torchrun: hears from rank 0 what to work on
+    work     what all ranks then do: compile, load their shards, verify or train
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from meg_compile.config import Config, from_dict, load, save
+from meg_compile.errors import Fault, MegError, Refused
+from meg_compile.prepare import build_dataset, build_model, compile_program, loss_of, prepare
+from meg_compile.program import Program
+from meg_compile.explain.describe import explain, to_dict
+from meg_compile.runtime.executor import Executor
+from meg_compile.runtime.groups import Groups, init_groups
+from meg_compile.runtime.launch import launch
+from meg_compile.runtime.world import World, device_type, join
+from meg_compile.train.loop import train
+from meg_compile.verify import DropoutOff, Report, verify
+
+EXIT_CODES = {"ok": 0, "failed": 1, "refused": 2, "stopped": 130}
+
+
+def run(
+    plain: Mapping[str, Any], faults: list[Fault], run_dir: Path, directory: Path, world: World | None = None
+) -> dict[str, Any]:
+    """One run. Returns what it writes to `result.json`: `task`, `status` (a key of `EXIT_CODES`) and the task's figures,
+    or `error`, which is printed here, once.
+
+    plain      composed settings, with the faults found while composing
+    directory  where the command was typed
+    world      the processes of torchrun, of which we are rank 0; None to start our own. What goes wrong at work is then
+               raised, for torchrun to show
+    """
+    outcome = {"task": plain.get("task"), "status": "failed"}
+    try:
+        config, program = prepare(plain, faults, directory, world)
+        save(config, run_dir / "config.yaml")
+        write_json(run_dir / "plan.json", program.to_dict(config.num_microbatches))
+        if config.task == "explain":
+            return show_plan(config, program, run_dir)
+        print(f"{config.task}: {_sizes(config)}; run directory {run_dir}", flush=True)
+        if world is None:
+            return run_workers(config, run_dir)
+        world.publish({"run_dir": str(run_dir), "config": config.to_dict()})
+        return work(config, run_dir, world)
+    except Refused as error:
+        if world is not None:
+            world.publish(None)
+        outcome |= {"status": "refused", "error": str(error)}
+    except KeyboardInterrupt:
+        write_json(run_dir / "result.json", outcome | {"status": "stopped"})
+        raise
+    except Exception as error:
+        outcome["error"] = str(error) if isinstance(error, MegError) else traceback.format_exc()
+        if world is not None:  # torchrun shows what it was
+            write_json(run_dir / "result.json", outcome)
+            raise
+    print(outcome["error"], file=sys.stderr, flush=True)
+    write_json(run_dir / "result.json", outcome)
+    return outcome
+
+
+def show_plan(config: Config, program: Program, run_dir: Path) -> dict[str, Any]:
+    """Prints the plan, and keeps it in `explain.txt`. Starts no process."""
+    text = program.explain(config.num_microbatches, config.explain.block)
+    print(text, flush=True)
+    (run_dir / "explain.txt").write_text(text + "\n")
+    result = {"task": "explain", "status": "ok", "plan": config.to_dict()["plan"], "num_ranks": config.num_ranks}
+    write_json(run_dir / "result.json", result)
+    return result
+
+
+def run_workers(config: Config, run_dir: Path) -> dict[str, Any]:
+    """Starts the workers, waits for them and returns what rank 0 wrote. RankFailed if one of them failed."""
+    nproc = config.num_ranks
+    (run_dir / "result.json").unlink(missing_ok=True)
+    device = device_type(config.launch.device, nproc)
+    launch("meg_compile.driver:worker", nproc, run_dir, device, config.launch.threads)
+    return json.loads((run_dir / "result.json").read_text())
+
+
+def worker(run_dir: Path) -> None:
+    """A worker that `launch` started."""
+    work(load(run_dir / "config.yaml"), run_dir, join())
+
+
+def follow(world: World) -> int:
+    """A rank other than 0 under torchrun. Returns its exit code; it prints nothing."""
+    heard = world.hear()
+    if heard is None:
+        return EXIT_CODES["refused"]
+    return EXIT_CODES[work(from_dict(heard["config"]), Path(heard["run_dir"]), world)["status"]]
+
+
+def work(config: Config, run_dir: Path, world: World) -> dict[str, Any]:
+    """One rank of a run. Returns its figures; rank 0 writes them to `result.json`."""
+    if config.launch.threads:
+        torch.set_num_threads(config.launch.threads)
+    kind = device_type(config.launch.device, world.local_size)
+    device = torch.device(kind, world.local_rank) if kind == "cuda" else torch.device(kind)
+    world.init_process_group(device)
+    groups = init_groups(config.plan.plan().mesh, kind)
+    dataset = build_dataset(config)
+    if config.task == "verify":
+        report, *_ = compare(config, groups, device, dataset, steps=config.verify.steps, update=True)
+        result = {"task": "verify", "plan": config.to_dict()["plan"]} | report.to_dict()
+        if world.rank == 0:
+            report.show()
+    else:
+        program, executor = loaded_program(config, groups, device, dataset)
+        result = train(config, program, executor, groups, dataset, run_dir)
+    if world.rank == 0:
+        write_json(run_dir / "result.json", result)
+    dist.destroy_process_group()
+    return result
+
+
+def loaded_program(config: Config, groups: Groups, device: torch.device, dataset: Any) -> tuple[Program, Executor]:
+    """The program to train, with its starting weights; after one step against the plain model, if `train.check`.
+
+    MegError where that step differs. The check runs without dropout; a model that has any is compiled again after it.
+    """
+    if config.train.check:
+        report, program, executor, is_same = compare(config, groups, device, dataset, steps=1, update=False)
+        if groups.rank == 0:
+            worst, verdict = report.worst(1)[0], "equal" if report.ok else "NOT EQUAL"
+            figures = f"largest relative error {worst.error:.1e}, allowed {worst.tolerance:.0e}"
+            print(f"one step against the plain model: {verdict} ({figures})", flush=True)
+        if not report.ok:
+            if groups.rank == 0:
+                report.show()
+            raise MegError("the compiled program does not compute what the plain model computes; nothing was trained")
+        if is_same:
+            return program, executor
+    program = compile_program(config, dataset)
+    executor = Executor(program, groups, device, config.train.seed)
+    executor.load()
+    return program, executor
+
+
+def compare(
+    config: Config, groups: Groups, device: torch.device, dataset: Any, *, steps: int, update: bool
+) -> tuple[Report, Program, Executor, bool]:
+    """Verifies `steps` steps without dropout: (report, program, executor, whether there was no dropout to turn off)."""
+    with DropoutOff() as dropout:
+        program = compile_program(config, dataset)
+        executor = Executor(program, groups, device, config.train.seed)
+        executor.load()
+        factory, loss = (lambda: build_model(config)), loss_of(config)
+        report = verify(config, program, executor, groups, factory, loss, dataset, steps=steps, update=update)
+    return report, program, executor, dropout.num_switched_off == 0
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Writes a file that is there whole or not at all."""
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(value, indent=2) + "\n")
+    part.replace(path)
+
+
+def _sizes(config: Config) -> str:
+    if config.num_ranks == 1:
+        return "1 process"
+    sizes = {name: getattr(config.plan, name) for name in ("tp", "cp", "dp", "pp", "vpp")}
+    return f"{config.num_ranks} processes, " + " ".join(f"{name}={size}" for name, size in sizes.items() if size > 1)

@@ -1,0 +1,136 @@
+"""Everything that can be refused before a process starts: the settings, the targets, the data and the compilation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meg_compile.compiler import compile
+from meg_compile.config import OWN, Config, Here, resolve
+from meg_compile.errors import Fault, Refused
+from meg_compile.program import Program
+from meg_compile.runtime.world import World
+from meg_compile.train.batches import DTYPES, batches_of
+from meg_compile.train.rows import example
+
+# A model of up to this many parameters is compared with the plain one before training, unless told otherwise.
+MAX_CHECKED_PARAMETERS = 10_000_000
+# What the compiler looks at: with a fault among these its own refusals would only repeat it.
+COMPILED = ("task", "precision", "model", "loss", "plan", "data", "train.micro_batch_size", "train.global_batch_size")
+
+
+def prepare(
+    plain: Mapping[str, Any], faults: list[Fault], directory: Path, world: World | None
+) -> tuple[Config, Program]:
+    """The configuration and its program; one `Refused` with all that is wrong in either.
+
+    plain, faults  composed settings, and what went wrong while composing
+    directory      where the command was typed
+    """
+    here = Here(
+        world_size=world.size if world else None,
+        local_size=world.local_size if world else None,
+        num_gpus=torch.cuda.device_count(),
+    )
+    config, faults = resolve(plain, faults, here, directory)
+    if config is None or any(_concerns(fault.key) for fault in faults):
+        raise Refused(faults)
+    try:
+        program = compile_program(config, None if config.task == "explain" else build_dataset(config))
+    except Refused as error:
+        if faults:
+            raise Refused([*faults, *error.faults]) from error
+        raise
+    if faults:
+        raise Refused(faults)
+    if config.train.check is None:
+        config.train.check = sum(spec.numel for spec in program.params.values()) <= MAX_CHECKED_PARAMETERS
+    return config, program
+
+
+def build_dataset(config: Config) -> Any:
+    """The dataset, from a generator that stands at the seed. Refused if it cannot be built or is too small."""
+    torch.manual_seed(config.train.seed)
+    dataset = _built("data", config)
+    batches_of(config, dataset)
+    return dataset
+
+
+def compile_program(config: Config, dataset: Any) -> Program:
+    """Compiles the model for one micro-batch of the dataset.
+
+    Without a dataset (task=explain) our own text is taken as `data.seq_len` token ids a row, so that no file or
+    tokenizer is needed; any other dataset is built after all, since only it knows its fields.
+    """
+    inputs = _inputs(config, dataset)
+    torch.manual_seed(config.train.seed)
+    failed: list[Exception] = []
+
+    def factory() -> nn.Module:
+        try:
+            return build_model(config)
+        except Exception as error:
+            failed.append(error)
+            raise
+
+    try:
+        return compile(factory, inputs, config.plan.plan(), loss=loss_of(config), dtype=DTYPES[config.precision])
+    except Exception as error:
+        if error in failed and not isinstance(error, Refused):
+            raise _unbuildable("model", config, error) from error
+        raise
+
+
+def build_model(config: Config) -> nn.Module:
+    """The plain model, as its class makes it. Raises what the class raises; Refused for what is no module."""
+    model = config.model.build()
+    if not isinstance(model, nn.Module):
+        problem = f"made a {type(model).__name__}, not a torch.nn.Module"
+        raise Refused(Fault("model._target_", config.model.target, problem, "name a class of models"))
+    return model
+
+
+def loss_of(config: Config) -> Callable[[Tensor, Tensor], Tensor]:
+    """loss(logits, labels). Refused where it cannot be made."""
+    try:
+        return config.loss.function()
+    except Exception as error:
+        raise _unbuildable("loss", config, error) from error
+
+
+def _inputs(config: Config, dataset: Any) -> dict[str, Tensor]:
+    rows = config.train.micro_batch_size
+    if dataset is None and config.data.target.startswith(OWN):
+        return {name: torch.empty(rows, config.data.args["seq_len"], dtype=torch.int64) for name in ("input_ids", "labels")}
+    dataset = _built("data", config) if dataset is None else dataset
+    try:
+        return example(dataset, rows, config.data.fields, DTYPES[config.precision])
+    except Refused:
+        raise
+    except Exception as error:
+        problem = f"reading its first row raised {type(error).__name__}: {error}"
+        raise Refused(Fault("data._target_", config.data.target, problem, "make dataset[0] work")) from error
+
+
+def _built(section: str, config: Config) -> Any:
+    try:
+        return getattr(config, section).build()
+    except Refused:
+        raise
+    except Exception as error:
+        raise _unbuildable(section, config, error) from error
+
+
+def _unbuildable(section: str, config: Config, error: Exception) -> Refused:
+    target = getattr(config, section)
+    given = ", ".join(f"{name}={value}" for name, value in target.args.items()) or "no arguments"
+    problem = f"building it with {given} raised {type(error).__name__}: {error}"
+    return Refused(Fault(f"{section}._target_", target.target, problem, f"change its arguments, as {section}.NAME=VALUE"))
+
+
+def _concerns(key: str) -> bool:
+    return any(key == part or key.startswith(f"{part}.") for part in COMPILED)

@@ -1,0 +1,57 @@
+"""The process groups of a rank, on torch's DeviceMesh."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from meg_compile.mesh import DIMS, Coords, Mesh
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The groups that this rank talks in; None where a group has one member, so nothing needs to be said.
+
+    device_mesh has the mesh dims pp, dp, cp, tp: those of the ranks, slowest first. `tp_pp` holds the ranks of one
+    replica of the model.
+    """
+
+    mesh: Mesh
+    rank: int
+    coords: Coords
+    device_mesh: DeviceMesh
+    tp: ProcessGroup | None
+    cp: ProcessGroup | None
+    dp: ProcessGroup | None
+    pp: ProcessGroup | None
+    tp_pp: ProcessGroup | None
+
+
+def init_groups(mesh: Mesh, device_type: str) -> Groups:
+    """Build this rank's groups, collectively with all ranks, after `init_process_group`.
+
+    device_type: "cpu" or "cuda". The default group must have as many ranks as the mesh.
+    """
+    assert dist.get_world_size() == mesh.size, f"{mesh} on {dist.get_world_size()} processes"
+    rank = dist.get_rank()
+    dims = DIMS[::-1]
+    device_mesh = init_device_mesh(device_type, tuple(mesh.sizes)[::-1], mesh_dim_names=dims)
+    groups = {dim: device_mesh.get_group(dim) if getattr(mesh, dim) > 1 else None for dim in dims}
+    return Groups(mesh, rank, mesh.coords(rank), device_mesh, tp_pp=_model_group(mesh, rank, groups), **groups)
+
+
+def _model_group(mesh: Mesh, rank: int, groups: dict[str, ProcessGroup | None]) -> ProcessGroup | None:
+    """The tp x pp group: one of those above where the other is of size 1, else a group of its own."""
+    if mesh.tp == 1 or mesh.pp == 1:
+        return groups["tp"] or groups["pp"]
+    if mesh.tp * mesh.pp == mesh.size:
+        return dist.group.WORLD
+    mine = None
+    for members in mesh.groups("tp_pp"):
+        group = dist.new_group(members)
+        if rank in members:
+            mine = group
+    return mine

@@ -1,0 +1,92 @@
+"""The processes that torchrun started, and which device each rank computes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from meg_compile.runtime.blame import LOST_PEER
+
+LATE_SECONDS = 5
+TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+PATIENCE = timedelta(hours=1)
+RUN_KEY = "meg_compile/run"
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among those of a run. `store` is the one that the launcher hosts (or rank 0, without a launcher)."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    store: dist.Store
+
+    def publish(self, run: Mapping[str, Any] | None) -> None:
+        """Rank 0 tells the others what to run; None: nothing, for the run is refused."""
+        self.store.set(RUN_KEY, json.dumps(run))
+
+    def hear(self) -> Any:
+        """What rank 0 published; waits for it."""
+        self.store.wait([RUN_KEY], PATIENCE)
+        return json.loads(self.store.get(RUN_KEY))
+
+    def init_process_group(self, device: torch.device) -> None:
+        """gloo for tensors on the CPU, and nccl too for those on GPUs."""
+        backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        store = dist.PrefixStore("meg_compile/groups", self.store)
+        dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.size)
+
+
+def started_by_torchrun() -> bool:
+    """Whether this process is one of several that somebody else started."""
+    return all(os.environ.get(name) for name in TORCHRUN_VARIABLES)
+
+
+def join() -> World:
+    """Meets the other processes, by what torchrun (or the like) left in the environment."""
+    store, rank, size = next(iter(dist.rendezvous("env://")))
+    local_rank = int(os.environ["LOCAL_RANK"])
+    return World(rank, size, local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", size)), store)
+
+
+def under_torchrun(function: Callable[..., int], *args: Any) -> int:
+    """function(*args), with what it raises left to torchrun, which shows the first failure of all ranks.
+
+    A rank that fails because another one is gone holds back for a moment, so that the other one is the first.
+    """
+
+    def late() -> int:
+        try:
+            return function(*args)
+        except Exception:
+            if LOST_PEER.search(traceback.format_exc()):
+                time.sleep(LATE_SECONDS)
+            raise
+
+    try:
+        return record(late)() or 0
+    except Exception:
+        sys.stdout.flush()
+        os._exit(1)
+
+
+def device_type(asked: str, num_local: int) -> str:
+    """cpu or cuda for `launch.device`: "auto" is cuda where each of the local ranks has a GPU of its own."""
+    if asked != "auto":
+        return asked
+    return "cuda" if torch.cuda.device_count() >= num_local else "cpu"
