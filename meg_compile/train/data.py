@@ -1,0 +1,95 @@
+"""Text as rows of tokens: the default dataset."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from meg_compile.errors import Fault, Refused
+
+
+class TextRows(Dataset):
+    """A text cut into rows of `seq_len` tokens that follow one another, each with the token after it as its label.
+
+    Row i is {"input_ids": tokens[i * seq_len : (i + 1) * seq_len], "labels": the same window one token later}, both
+    int64 [seq_len]. What is left at the end and makes no whole row is not used.
+
+    path: a file, read as it is; None is the documentation text that comes with Python (about 465 KB of English).
+    tokenizer: a `tokenizer.json` of the tokenizers library; None makes each byte a token (`vocab_size` 256).
+    Refused: a file that cannot be read, a text that makes no row.
+    """
+
+    def __init__(self, seq_len: int, path: str | None = None, tokenizer: str | None = None):
+        if seq_len < 1:
+            raise Refused(Fault("data.seq_len", seq_len, "a row holds at least one token", "use 1 or more"))
+        self.seq_len = seq_len
+        if tokenizer is not None:
+            self.vocab_size, self.tokens = _tokenized(path, tokenizer)
+        elif path is not None:
+            self.vocab_size, self.tokens = 256, _bytes_of(path)
+        else:
+            self.vocab_size, self.tokens = (
+                256,
+                torch.frombuffer(bytearray(_documentation()), dtype=torch.uint8),
+            )
+        if len(self) < 1:
+            problem = f"the text's {len(self.tokens)} tokens make no row of {seq_len} and the label after it"
+            shorter = f", or data.seq_len={len(self.tokens) - 1} at most" if len(self.tokens) > 1 else ""
+            raise Refused(Fault("data.path", path or "null", problem, f"use a longer text{shorter}"))
+
+    def __len__(self) -> int:
+        return max(len(self.tokens) - 1, 0) // self.seq_len
+
+    def __getitem__(self, i: int) -> dict[str, Tensor]:
+        if not 0 <= i < len(self):
+            raise IndexError(f"row {i} of {len(self)}")
+        window = self.tokens[i * self.seq_len : (i + 1) * self.seq_len + 1].long()
+        return {"input_ids": window[:-1], "labels": window[1:]}
+
+
+def _documentation() -> bytes:
+    from pydoc_data.topics import topics
+
+    return "\n\n".join(topics[name] for name in sorted(topics)).encode()
+
+
+def _bytes_of(path: str) -> Tensor:
+    """The file's bytes [n] uint8, mapped into memory, so that the ranks of one machine share them."""
+    with _readable("data.path", path), open(path, "rb") as file:
+        num_bytes = file.seek(0, 2)
+    return torch.from_file(path, size=num_bytes, dtype=torch.uint8) if num_bytes else torch.empty(0, dtype=torch.uint8)
+
+
+def _tokenized(path: str | None, tokenizer: str) -> tuple[int, Tensor]:
+    """(size of the vocabulary, the text's tokens [n] int32)."""
+    from tokenizers import Tokenizer
+
+    with _readable("data.tokenizer", tokenizer):
+        definition = Path(tokenizer).read_bytes()
+    try:
+        encoder = Tokenizer.from_buffer(definition)
+    except Exception as error:  # the library has no error class of its own
+        problem = f"it is no tokenizer.json ({error})"
+        raise Refused(Fault("data.tokenizer", tokenizer, problem, "name one saved by tokenizers")) from error
+    text = _documentation()
+    if path is not None:
+        with _readable("data.path", path):
+            text = Path(path).read_bytes()
+    try:
+        ids = encoder.encode(text.decode(), add_special_tokens=False).ids
+    except UnicodeDecodeError as error:
+        problem = f"it is not UTF-8 text ({error.reason} at byte {error.start})"
+        raise Refused(Fault("data.path", path, problem, "leave data.tokenizer out to read bytes")) from error
+    return encoder.get_vocab_size(), torch.tensor(ids, dtype=torch.int32)
+
+
+@contextmanager
+def _readable(key: str, path: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        problem = f"the file cannot be read ({error.strerror or error})"
+        raise Refused(Fault(key, path, problem, "name a file that can be read")) from error

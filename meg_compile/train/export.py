@@ -1,0 +1,67 @@
+"""The trained weights as one safetensors file that the plain model loads."""
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+CODES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+}
+
+
+def export(params: Mapping[str, Any], values: Iterable[tuple[str, Tensor | None]], path: Path | None) -> None:
+    """Write every parameter whole, under the plain model's names and in its shapes, as they arrive one after the other.
+
+    params: name -> ParamSpec. values: what `Executor.gather("value")` yields; every rank must call this, rank 0 with
+    the `path`, the others with None. A tied weight is written under each of its names, since the format has no
+    aliases, so `plain.load_state_dict(safetensors.torch.load_file(path))` finds all of them. Buffers are left out: a
+    training run does not change them. The file appears under its name when it is complete.
+    """
+    if path is None:
+        for _ in values:
+            pass
+        return
+    entries, offset = {}, 0
+    params = {name: spec for name, spec in params.items() if not spec.buffer}
+    for name, spec in _by_alignment(params):
+        size = prod(spec.shape) * spec.dtype.itemsize
+        for alias in (name, *spec.aliases):
+            entries[alias] = {
+                "dtype": CODES[spec.dtype],
+                "shape": list(spec.shape),
+                "data_offsets": [offset, offset + size],
+            }
+            offset += size
+    header = json.dumps({"__metadata__": {"format": "pt"}, **entries}).encode()
+    header += b" " * (-len(header) % 8)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".partial")
+    written = set()
+    with partial.open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        for name, tensor in values:
+            if name not in params:
+                continue
+            assert tensor is not None and tuple(tensor.shape) == tuple(params[name].shape), name
+            data = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data
+            for alias in (name, *params[name].aliases):
+                file.seek(8 + len(header) + entries[alias]["data_offsets"][0])
+                file.write(data)
+                written.add(alias)
+    assert written == entries.keys(), f"not gathered: {sorted(entries.keys() - written)}"
+    os.replace(partial, path)
+
+
+def _by_alignment(params: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """Wide dtypes first, so that every tensor starts at a multiple of its item size."""
+    return sorted(params.items(), key=lambda item: -item[1].dtype.itemsize)

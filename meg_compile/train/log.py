@@ -1,0 +1,61 @@
+"""What a run shows and writes while it trains; rank 0 only."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch.utils.tensorboard import SummaryWriter
+
+SCALARS = ("loss", "grad_norm", "lr", "tokens_per_s")
+
+
+class RunLog:
+    """A context that takes one record a step: to `metrics.jsonl`, to TensorBoard and to the console.
+
+    On a terminal the console has one progress bar, elsewhere one line a step. A record holds `step` (from 1), `loss`,
+    `grad_norm`, `lr`, `tokens`, `step_s`, `tokens_per_s` and whatever else is to be kept in `metrics.jsonl`.
+    """
+
+    def __init__(self, run_dir: Path, steps: int, console: Console | None = None):
+        self.run_dir, self.steps = run_dir, steps
+        self.console = console or Console()
+
+    def __enter__(self) -> "RunLog":
+        self.metrics = (self.run_dir / "metrics.jsonl").open("w")
+        self.tensorboard = SummaryWriter(str(self.run_dir / "tensorboard"))
+        self.progress = None
+        if self.console.is_terminal:
+            columns = (
+                TextColumn("step"),
+                MofNCompleteColumn(),
+                BarColumn(),
+                TextColumn("{task.description}"),
+            )
+            self.progress = Progress(*columns, TimeRemainingColumn(), console=self.console)
+            self.bar = self.progress.add_task("", total=self.steps)
+            self.progress.start()
+        return self
+
+    def step(self, record: dict[str, Any]) -> None:
+        print(json.dumps(record), file=self.metrics, flush=True)
+        for name in SCALARS:
+            self.tensorboard.add_scalar(name, record[name], record["step"])
+        if self.progress:
+            self.progress.update(self.bar, completed=record["step"], description=_figures(record))
+        else:
+            print(f"step {record['step']}/{self.steps}  {_figures(record)}", file=self.console.file, flush=True)
+
+    def __exit__(self, *_: object) -> None:
+        if self.progress:
+            self.progress.stop()
+        self.metrics.close()
+        self.tensorboard.close()
+
+
+def _figures(record: dict[str, Any]) -> str:
+    return (
+        f"loss {record['loss']:.4f}  grad_norm {record['grad_norm']:.4f}  lr {record['lr']:.1e}  "
+        f"tokens/s {record['tokens_per_s']:,.0f}"
+    )

@@ -1,0 +1,50 @@
+"""Training a compiled program: the loop that every rank runs."""
+
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+from meg_compile.train.export import export
+from meg_compile.train.log import RunLog
+from meg_compile.train.step import Trainer
+from meg_compile.train.summary import show, summarize
+
+
+def train(config: Any, program: Any, executor: Any, groups: Any, dataset: Any, run_dir: Path) -> dict[str, Any]:
+    """Train for `config.train.steps` steps and write the weights where the configuration asks for them.
+
+    Rank 0 writes `metrics.jsonl` and TensorBoard's events under `run_dir` and prints; every rank returns the figures
+    for `result.json`. MegError where the ranks of a replica read different rows or the loss is no number.
+    """
+    trainer = Trainer(config, program, executor, groups, dataset)
+    is_first = groups.rank == 0
+    records: list[dict[str, Any]] = []
+    started = time.perf_counter()
+    with RunLog(run_dir, config.train.steps) if is_first else nullcontext() as log:
+        for step in range(config.train.steps):
+            step_started = time.perf_counter()
+            gradients = trainer.gradients(step)
+            lr = trainer.update(step, gradients.norm)
+            step_s = time.perf_counter() - step_started
+            records.append(
+                {
+                    "step": step + 1,
+                    "loss": gradients.loss,
+                    "grad_norm": gradients.norm,
+                    "lr": lr,
+                    "tokens": gradients.tokens,
+                    "step_s": step_s,
+                    "tokens_per_s": gradients.tokens / step_s,
+                    "rows": [f"{checksum:016x}" for checksum in gradients.checksums],
+                }
+            )
+            if log:
+                log.step(records[-1])
+    train_s = time.perf_counter() - started
+    if config.export.path is not None:
+        export(program.params, executor.gather("value"), Path(config.export.path) if is_first else None)
+    result = summarize(config, program, executor, records, train_s)
+    if is_first:
+        show(result)
+    return result

@@ -1,0 +1,66 @@
+"""One optimizer step of a compiled program, as every rank takes it."""
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from meg_compile.errors import MegError
+from meg_compile.runtime.optimizer import build_optimizer, clip_, learning_rates, set_lr
+from meg_compile.train.agree import agree
+from meg_compile.train.batches import Batches, batches_of
+
+
+class Gradients(NamedTuple):
+    """What a forward and backward pass over one global batch gave; the same on every rank.
+
+    loss: mean over all `tokens` counted. norm: of the whole model's gradient, before clipping. checksums: of the rows
+    of each replica.
+    """
+
+    loss: float
+    norm: float
+    tokens: int
+    checksums: list[int]
+
+
+class Trainer:
+    """Steps of one rank: `gradients(step)`, then `update(step, norm)`; steps count from 0."""
+
+    def __init__(self, config: Any, program: Any, executor: Any, groups: Any, dataset: Any):
+        self.program, self.executor, self.groups = program, executor, groups
+        self.data_name, self.clip_grad = type(dataset).__name__, config.train.clip_grad
+        self.batches: Batches = batches_of(config, dataset, groups.mesh.dp, groups.coords.dp)
+        self.optimizer = build_optimizer(executor.parameters, config.optim)
+        self.lr = learning_rates(config.optim, config.train.steps)
+
+    def gradients(self, step: int) -> Gradients:
+        """Read the replica's rows, run all micro-batches, reduce. MegError, on all ranks, where the loss is no number."""
+        batch = self.batches[step]
+        coords, device = self.groups.coords, self.executor.device
+        where = f"step {step + 1}, data {self.data_name}"
+        agreed = agree(batch, self.program.count(batch), self.groups.mesh.dp, coords.dp, device, where)
+        loss = self.executor.run(batch, 1 / agreed.tokens)
+        self.executor.reduce_gradients()
+        # The last stage's tp ranks all hold their replica's share of the loss; ranks of other stages give 0.
+        sums = torch.tensor([loss if coords.tp == 0 else 0.0, 0.0], dtype=torch.float64, device=device)
+        sums[1] = self.executor.norm_squared()
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            dist.all_reduce(sums)
+        loss, norm = sums[0].item(), math.sqrt(sums[1].item())
+        for name, value in (("loss", loss), ("gradient norm", norm)):
+            if not math.isfinite(value):
+                raise MegError(
+                    f"step {step + 1}: the {name} is {value}; lower optim.lr, or look at the rows of this step"
+                )
+        return Gradients(loss, norm, agreed.tokens, agreed.checksums)
+
+    def update(self, step: int, norm: float) -> float:
+        """Clip, move the weights, forget the gradients. Returns the learning rate."""
+        lr = self.lr(step)
+        clip_(self.executor.parameters, norm, self.clip_grad)
+        set_lr(self.optimizer, lr)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return lr

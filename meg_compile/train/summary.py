@@ -1,0 +1,83 @@
+"""The figures of a run: for `result.json`, and as a table to read."""
+
+import resource
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+
+
+def summarize(
+    config: Any, program: Any, executor: Any, records: list[dict[str, Any]], train_s: float
+) -> dict[str, Any]:
+    """The run's figures, the same on every rank (all of which must call this).
+
+    tokens_per_s: over all steps but the first, which warms up, where there are more.
+    """
+    num_local = sum(spec.local_numel for spec in executor.specs.values() if not spec.buffer)
+    per_rank = _gather([num_local, peak_memory_bytes(executor.device)], executor.device)
+    steady = records[1:] or records
+    plan, train = config.plan, config.train
+    return {
+        "task": "train",
+        "status": "ok",
+        "plan": {"tp": plan.tp, "pp": plan.pp, "vpp": plan.vpp, "dp": plan.dp, "schedule": plan.schedule},
+        "micro_batch_size": train.micro_batch_size,
+        "global_batch_size": train.global_batch_size,
+        "steps": len(records),
+        "loss_first": records[0]["loss"] if records else None,
+        "loss_last": records[-1]["loss"] if records else None,
+        "tokens": sum(record["tokens"] for record in records),
+        "tokens_per_s": sum(r["tokens"] for r in steady) / sum(r["step_s"] for r in steady) if steady else None,
+        "num_parameters": sum(spec.numel for spec in program.params.values() if not spec.buffer),
+        "num_parameters_per_rank": [parameters for parameters, _ in per_rank],
+        "peak_memory_bytes_per_rank": [peak for _, peak in per_rank],
+        "train_s": train_s,
+        "export": config.export.path,
+    }
+
+
+def show(result: dict[str, Any], console: Console | None = None) -> None:
+    table = Table(title="Training", show_header=False, title_justify="left")
+    table.add_row("plan", "  ".join(f"{name}={value}" for name, value in result["plan"].items()))
+    table.add_row("batch", f"{result['global_batch_size']} rows a step, {result['micro_batch_size']} a micro-batch")
+    table.add_row("parameters", f"{result['num_parameters']:,}")
+    table.add_row("  per rank", _range(result["num_parameters_per_rank"], "{:,}"))
+    if result["steps"]:
+        table.add_row("loss", f"{result['loss_first']:.4f} -> {result['loss_last']:.4f} in {result['steps']} steps")
+        table.add_row("tokens/s", f"{result['tokens_per_s']:,.0f}")
+    else:
+        table.add_row("loss", "no steps")
+    table.add_row(
+        "peak memory per rank",
+        _range([b / 2**20 for b in result["peak_memory_bytes_per_rank"]], "{:,.0f}") + " MiB",
+    )
+    table.add_row("time", f"{result['train_s']:.1f} s")
+    if result["export"]:
+        table.add_row("weights", result["export"])
+    (console or Console()).print(table)
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """The most that this process has held: on the device where it is a GPU, else in main memory."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def _gather(numbers: list[int], device: torch.device) -> list[list[int]]:
+    mine = torch.tensor(numbers, device=device)
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [mine.tolist()]
+    every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, mine)
+    return [one.tolist() for one in every]
+
+
+def _range(values: list, form: str) -> str:
+    low, high = form.format(min(values)), form.format(max(values))
+    return low if low == high else f"{low} to {high}"
