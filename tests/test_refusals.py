@@ -1,0 +1,270 @@
+"""Configurations that cannot run: exit code 2, one message that names the key, its value and what would work."""
+
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+import run
+from meg_compile import driver
+
+ROOT = Path(__file__).parents[1]
+
+USER_MODULE = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+VERSION = 3
+
+class Net(nn.Module):
+    def __init__(self, width, depth=1):
+        super().__init__()
+        self.emb, self.out = nn.Embedding(256, width), nn.Linear(width, 256)
+
+    def forward(self, ids):
+        return self.out(self.emb(ids))
+
+class Short(Net):
+    def forward(self, ids):
+        if ids.shape[1] > 16:
+            raise ValueError(f"{ids.shape[1]} tokens do not fit in 16")
+        return super().forward(ids)
+
+class Picky(nn.Module):
+    def __init__(self):
+        raise RuntimeError("built on a Tuesday")
+
+class NoModule:
+    pass
+
+class Empty(torch.utils.data.Dataset):
+    def __len__(self):
+        return 0
+
+class Few(torch.utils.data.Dataset):
+    def __len__(self):
+        return 5
+    def __getitem__(self, i):
+        return {"input_ids": torch.zeros(8, dtype=torch.int64), "labels": torch.zeros(8, dtype=torch.int64)}
+
+class Broken(Few):
+    def __getitem__(self, i):
+        raise KeyError("no such row")
+"""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A command line, and what its one message must contain."""
+
+    args: str
+    words: tuple[str, ...]
+    faults: int = 1
+
+
+def case(args: str, *words: str, faults: int = 1) -> Case:
+    return Case(args, words, faults)
+
+
+CASES = [
+    # misspelt and unknown keys, in every form
+    case("plan.tpp=2", "plan.tpp=2", "plan.tp?"),
+    case("+plan.tpp=2", "plan.tpp=2", "plan.tp?"),
+    case("++plan.tpp=2", "plan.tpp=2", "plan.tp?"),
+    case("tsk=explain", "tsk=explain", "task?"),
+    case("modle=nano", "modle=nano", "model?"),
+    case("train.microbatch_size=2", "train.microbatch_size=2", "train.micro_batch_size?"),
+    case("train.lr=0.1", "train.lr=0.1", "optim.lr?"),
+    case("lr=0.1", "lr=0.1", "optim.lr?"),
+    case("model.layer=3", "model.layer=3", "model.layers?", "GPT2"),
+    case("+model.width=512", "model.width=512", "it takes vocab_size, context"),
+    case("data.seqlen=3", "data.seqlen=3", "data.seq_len?"),
+    case("+loss.weight=1", "loss.weight=1", "ignore_index"),
+    case("zzz.yyy=1", "zzz", "no such setting"),
+    # presets
+    case("model=nan0", "model=nan0", "model=nano?", "gpt2_small"),
+    case("plan=tp3", "plan=tp3", "there is no such preset", "tp2_pp2"),
+    case("optim=adam", "optim=adam", "optim=adamw?", "sgd"),
+    case("experiment=none_such", "experiment=none_such", "there is no such preset", "gpt2_small_tp2_pp2"),
+    # types
+    case("plan.tp=two", "plan.tp=two", "a whole number"),
+    case("plan.tp=2.5", "plan.tp=2.5", "a whole number"),
+    case("plan.tp=true", "plan.tp=True", "a whole number"),
+    case("plan.sp=1", "plan.sp=1", "true or false"),
+    case("optim.lr=fast", "optim.lr=fast", "a number"),
+    case("optim.betas=0.9", "optim.betas=0.9", "a list of numbers"),
+    case("plan.stages=[1,two]", "plan.stages=", "a list of whole numbers"),
+    case("train=5", "train=5", "is a section", "train.NAME"),
+    case("model.layers=four", "model.layers=four", "a whole number"),
+    case("train.seed=null", "train.seed=null", "a whole number"),
+    # choices
+    case("task=trian", "task=trian", "did you mean train?", "explain, verify"),
+    case("precision=bf16", "precision=bf16", "not available yet", "fp32, fp64"),
+    case("precision=fp16", "precision=fp16", "not available yet", "fp32, fp64"),
+    case("plan.schedule=1b1f", "plan.schedule=1b1f", "1f1b", "gpipe"),
+    case("optim.name=adam", "optim.name=adam", "adamw"),
+    case("optim.schedule=linear", "optim.schedule=linear", "cosine, constant"),
+    case("launch.device=gpu", "launch.device=gpu", "auto, cpu, cuda"),
+    # values that cannot be
+    case("plan.tp=0", "plan.tp=0", "at least 1"),
+    case("plan.dp=-1", "plan.dp=-1", "at least 1"),
+    case("plan.sp=true", "plan.sp=True", "plan.sp=false"),
+    case("plan.cp=2", "plan.cp=2", "plan.cp=1"),
+    case("plan.vpp=2", "plan.vpp=2", "plan.schedule=interleaved_1f1b"),
+    case("plan.stages=[1,2,1]", "plan.stages=[1,2,1]", "pp=2 x vpp=1 = 2"),
+    case("train.steps=-1", "train.steps=-1", "0 or more"),
+    case("train.micro_batch_size=0", "train.micro_batch_size=0", "1 or more"),
+    case("train.clip_grad=-1", "train.clip_grad=-1.0", "0 or more"),
+    case("train.seed=-7", "train.seed=-7", "0 or more"),
+    case("optim.lr=0", "optim.lr=0.0", "use optim.lr=0.001"),
+    case("optim.lr=nan", "optim.lr=nan", "use optim.lr=0.001"),
+    case("optim.betas=[0.9,1.5]", "optim.betas=[0.9, 1.5]", "under 1"),
+    case("optim.betas=[0.9]", "optim.betas=[0.9]", "two numbers"),
+    case("optim.momentum=1", "optim.momentum=1.0", "0.9"),
+    case("optim.min_lr=1", "optim.min_lr=1.0", "is over optim.lr=0.003"),
+    case("optim.warmup_steps=300 train.steps=200", "optim.warmup_steps=300", "train.steps=200"),
+    case("data.seq_len=0", "data.seq_len=0", "1 or more"),
+    case("data.seq_len=129", "data.seq_len=129", "the model's context of 128", "model.context=129"),
+    case("model.vocab_size=64", "model.vocab_size=64", "model.vocab_size=256"),
+    case("verify.steps=0 task=verify", "verify.steps=0", "1 or more"),
+    case("launch.threads=0", "launch.threads=0", "1 or more"),
+    # sizes that must agree
+    case("train.global_batch_size=7", "train.global_batch_size=7", "x plan.dp=1 = 2", "6 or 8"),
+    case("train.global_batch_size=6 plan.dp=2", "train.global_batch_size=6", "2 = 4", "micro_batch_size=1 or 3"),
+    case("train.global_batch_size=2", "plan.schedule=1f1b", "at least 2 micro-batches", "plan.schedule=gpipe"),
+    case(
+        "plan.schedule=interleaved_1f1b plan.vpp=2 train.micro_batch_size=1 train.global_batch_size=5",
+        "plan.schedule=interleaved_1f1b",
+        "5 micro-batches do not fill 2 rounds",
+        "train.global_batch_size=4 or 6",
+    ),
+    case("launch.nproc=3", "launch.nproc=3", "tp 2 x cp 1 x dp 1 x pp 2 = 4", "launch.nproc=4"),
+    case("launch.nproc=4 plan.dp=2", "launch.nproc=4", "tp 2 x cp 1 x dp 2 x pp 2 = 8", "plan.dp=1"),
+    case("launch.device=cuda", "launch.device=cuda", "4 local ranks", "launch.device=cpu"),
+    # files and values that are not there
+    case("data=text", "data.path", "must be given"),
+    case("data=text data.path=gone.txt", "data.path=", "gone.txt", "no such file"),
+    case("data=text data.path=.", "data.path=", "is a directory"),
+    case("data.tokenizer=gone.json", "data.tokenizer=", "no such file"),
+    case("data=text data.path=short.txt", "data.path=", "make no row of 128", "data.seq_len=4"),
+    case("export.path=.", "export.path=", "is a directory"),
+    case("train.steps=${train.stepz}", "train.steps=${train.stepz}", "cannot be resolved"),
+    case("train.steps=???", "train.steps", "must be given"),
+    case("~train.seed", "train.seed", "is not set"),
+    # targets
+    case("model._target_=Net", "model._target_=Net", "package.module.Name"),
+    case("model._target_=no_such_module.Net", "model._target_=no_such_module.Net", "no module", "PYTHONPATH"),
+    case("model._target_=user_code.Nett", "model._target_=user_code.Nett", "user_code.Net?"),
+    case("model._target_=broken_code.Net", "model._target_=broken_code.Net", "ZeroDivisionError"),
+    case("model._target_=needs_code.Net", "model._target_=needs_code.Net", "No module named 'not_installed'"),
+    case("model._target_=user_code.VERSION", "model._target_=user_code.VERSION", "cannot be called"),
+    case("model._target_=user_code.Net", "model.width", "needs this argument", "+model.width=..."),
+    case("model._target_=user_code.Net +model.widht=3", "model.widht=3", "model.width?", faults=2),
+    case("model._target_=user_code.Picky", "model._target_=user_code.Picky", "RuntimeError: built on a Tuesday"),
+    case("model._target_=user_code.NoModule", "model._target_=user_code.NoModule", "not a torch.nn.Module"),
+    case("data._target_=user_code.Empty", "train.global_batch_size=16", "0 rows"),
+    case("data._target_=user_code.Few", "train.global_batch_size=16", "5 rows"),
+    case("data._target_=user_code.Broken train.global_batch_size=4", "data._target_=user_code.Broken", "no such row"),
+    case("data.fields=[input_id,labels]", "data.fields", "input_id", "input_ids?"),
+    case("model.hidden=130", "model._target_", "hidden=130 does not divide into heads=4"),
+    # what only the compiler can tell
+    case("model.heads=6 model.hidden=96 plan.tp=4", "plan.tp=4", "6 heads", "1, 2, 3 or 6"),
+    case("model._target_=user_code.Short +model.width=8 plan=single", "128 tokens do not fit in 16"),
+    case("plan.pp=16 train.global_batch_size=64", "plan.pp"),
+    # several at once
+    case("plan.tp=two plan.foo=1 optim.lr=0 data.path=x.txt", "plan.tp=two", "plan.foo", "optim.lr", "x.txt", faults=4),
+    case(
+        "model.heads=6 model.hidden=96 plan.tp=4 optim.lr=0",
+        "plan.tp=4",
+        "6 heads",
+        "optim.lr=0.0",
+        faults=2,
+    ),
+    # what Hydra refuses
+    case("plan.tp=[1", "plan.tp=[1"),
+    case("~plan.nothing", "plan.nothing"),
+    case("plan.tp=1,2", "plan.tp", "multirun"),
+    case("+plan=tp2", "plan"),
+    case("--config-name none_such", "none_such"),
+    case("--config-dir no_such_dir", "no_such_dir"),
+]
+
+
+@pytest.fixture
+def command(tmp_path, monkeypatch, capfd):
+    """Runs run.py's command line in this process, in a fresh directory, where it must start no process."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(driver, "launch", lambda *_: pytest.fail("a process was started"))
+    (tmp_path / "user_code.py").write_text(USER_MODULE)
+    (tmp_path / "broken_code.py").write_text("1 / 0\n")
+    (tmp_path / "needs_code.py").write_text("import not_installed\n")
+    (tmp_path / "short.txt").write_text("hello")
+    for name in ("user_code", "broken_code", "needs_code"):
+        sys.modules.pop(name, None)
+
+    def call(*args: str) -> tuple[int, str, str]:
+        capfd.readouterr()
+        code = run.main(list(args))
+        out, err = capfd.readouterr()
+        return code, out, err
+
+    return call
+
+
+def assert_one_message(code: int, out: str, err: str, faults: int = 1) -> None:
+    assert code == 2
+    assert "Traceback" not in out + err
+    assert (out + err).count("cannot run") + (out + err).count("cannot be captured") == 1, out + err
+    lines = [line for line in err.splitlines() if line.startswith("  ")]
+    assert len(lines) == faults, err
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.args)
+def test_refused(case, command):
+    code, out, err = command(*case.args.split())
+    assert_one_message(code, out, err, case.faults)
+    for word in case.words:
+        assert word in err, err
+
+
+YAML_CASES = [
+    ("defaults: [config, _self_]\ntrain: {microbatch_size: 2}", "train.microbatch_size=2", "train.micro_batch_size?"),
+    ("defaults: [config, _self_]\noptim: {lr: fast}", "optim.lr=fast", "a number"),
+    ("train: {microbatch_size: 2}", "train.microbatch_size=2", "train.micro_batch_size?"),
+    ("train: {steps: 5}", "plan", "defaults: [config, _self_]"),
+    ("defaults: [config, _self_]\ntrain:\n  steps: ???", "train.steps", "must be given"),
+    ("defaults: [config, _self_]\ntrain: {steps: ???}", "mine.yaml", "line 2"),
+    ("defaults: [config, _self_]\nplan: 3", "plan=3", "is a section"),
+]
+
+
+@pytest.mark.parametrize("text, key, hint", YAML_CASES)
+def test_a_file_of_the_user_is_refused_too(text, key, hint, command, tmp_path):
+    (tmp_path / "mine.yaml").write_text(text)
+    code, out, err = command("--config-dir", ".", "--config-name", "mine")
+    assert code == 2
+    assert err.count("cannot run") == 1 and "Traceback" not in err
+    assert key in err and hint in err, err
+
+
+@pytest.mark.parametrize(
+    "args, word",
+    [
+        ("plan.tpp=2", "plan.tp?"),
+        ("plan=tp3", "there is no such preset"),
+        ("launch.nproc=3", "launch.nproc=4"),
+        ("-m plan.tp=two,0", "a whole number"),
+    ],
+)
+def test_as_a_command(args, word, tmp_path):
+    ran = subprocess.run(
+        [sys.executable, str(ROOT / "run.py"), *args.split()], cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
+    assert ran.returncode == 2
+    assert word in ran.stderr and "Traceback" not in ran.stderr
