@@ -76,6 +76,7 @@ def _specify(
             tensor.dtype,
             tensor.requires_grad,
             name in captured.buffers,
+            name in captured.state,
             tuple(alias for alias, target in captured.aliases.items() if target == name),
             tuple(s.index for s in stages if name in s.params) or (0,),
             tuple(shard(layout, dims, r) if dims is not None else whole for r in range(layout.tp)),

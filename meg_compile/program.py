@@ -28,6 +28,7 @@ class Source(Protocol):
 class ParamSpec:
     """A parameter or buffer, whole and as ranks hold it.
 
+    persistent: the model's state_dict holds it; aliases are its other names there.
     shards:    for each tp rank the part that it holds.
     stages:    the stages that read it; the first one owns it (counts it, exports it).
     partial:   whole on every tp rank, with gradients that are still to be summed over them.
@@ -38,6 +39,7 @@ class ParamSpec:
     dtype: torch.dtype
     trainable: bool
     buffer: bool
+    persistent: bool
     aliases: tuple[str, ...]
     stages: tuple[int, ...]
     shards: tuple[Shard, ...]

@@ -80,6 +80,6 @@ def on_ranks(
         dist.barrier()
         return work(program, executor, groups)
 
-    # The threads share torch's generator: while rows are read it must not move under rank 0, which builds a plain model.
+    # The threads share torch's generator: reading rows must not move it while rank 0 builds a plain model.
     with patch("meg_compile.train.batches.seeded_reads", lambda: nullcontext(lambda *_: None)):
         return run_threads(config.plan.plan().mesh.size, rank_main)

@@ -238,7 +238,6 @@ YAML_CASES = [
     ("defaults: [config, _self_]\noptim: {lr: fast}", "optim.lr=fast", "a number"),
     ("train: {microbatch_size: 2}", "train.microbatch_size=2", "train.micro_batch_size?"),
     ("train: {steps: 5}", "plan", "defaults: [config, _self_]"),
-    ("defaults: [config, _self_]\ntrain:\n  steps: ???", "train.steps", "must be given"),
     ("defaults: [config, _self_]\ntrain: {steps: ???}", "mine.yaml", "line 2"),
     ("defaults: [config, _self_]\nplan: 3", "plan=3", "is a section"),
 ]

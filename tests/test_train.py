@@ -1,4 +1,4 @@
-"""The training loop on compiled programs: the loss that is shown, the rows that are read, the files that are written."""
+"""The training loop on compiled programs: the loss it shows, the rows it reads, the files it writes."""
 
 import io
 import json
@@ -188,7 +188,7 @@ def test_export_of_several_dtypes_and_an_empty_tensor(tmp_path):
         "d": torch.zeros(0, 4),
         "e": torch.randn(3, dtype=torch.float64),
     }
-    specs = {n: SimpleNamespace(shape=t.shape, dtype=t.dtype, aliases=(), buffer=False) for n, t in tensors.items()}
+    specs = {n: SimpleNamespace(shape=t.shape, dtype=t.dtype, aliases=(), persistent=True) for n, t in tensors.items()}
     export(specs, tensors.items(), tmp_path / "w.safetensors")
     loaded = load_file(tmp_path / "w.safetensors")
     assert loaded.keys() == tensors.keys()

@@ -935,7 +935,13 @@ ZOO: dict[str, Case] = {
     "per_token": case(lm(model=PerTokenLoss), *ALL, objective=own_loss, loss=None),
     "channel_loss": case(lm(model=ChannelLoss), *QKVO, *PAIR, "wte.weight", objective=own_loss, loss=None),
     "log_prob_loss": case(lm(model=LogProbLoss), *QKVO, *PAIR, "wte.weight", objective=own_loss, loss=None),
+    # four layers, for more stages
+    "gpt2_4": case(gpt2(layers=4), *GPT),
+    "gpt2_4_untied": case(gpt2(layers=4, tied=False, vocab_size=30), *GPT, "lm_head.weight", vocab=30),
     "u_net": case(lm(model=UNet, layers=4), *ALL),
+    "stop_gradient_4": case(lm(model=StopGradient, layers=4), *ALL),
+    "argmax_4": case(lm(model=ArgmaxRouted, layers=4), *ALL),
+    "own_loss_4": case(lm(model=partial(OwnLoss, "dict"), layers=4, tied=True), *ALL, objective=own_loss, loss=None),
     "relative_bias_4": case(partial(RelativeBias, layers=4), *ALL, "table.weight"),
     "twice_4": case(lm(model=Twice, layers=4), *ALL),
 }

@@ -33,6 +33,7 @@ class Captured:
     tensors:  parameters, buffers and constants by the user's names; a tied one once, under its first name.
     aliases:  every other name of a tied parameter -> the name it stands under.
     buffers:  the names in `tensors` that are buffers or constants.
+    state:    the names in `tensors` that the model's state_dict holds.
     fields:   the batch's fields that the graph reads, in the order of its placeholders.
     """
 
@@ -40,6 +41,7 @@ class Captured:
     tensors: dict[str, torch.Tensor]
     aliases: dict[str, str]
     buffers: set[str]
+    state: set[str]
     fields: tuple[str, ...]
 
 
@@ -151,7 +153,10 @@ def _take(module: fx.GraphModule, step: _Step, fields: tuple[str, ...]) -> Captu
     aliases = {module_path(name): first[id(t)] for name, t in every if module_path(name) != first[id(t)]}
 
     graph, env, placeholders = fx.Graph(), {}, iter(fields)
-    tensors: dict[str, torch.Tensor] = {first[id(p)]: p for p in step.parameters()}
+    tensors: dict[str, torch.Tensor] = {
+        first[id(t)]: t for t in step.state_dict(keep_vars=True).values() if isinstance(t, torch.Tensor)
+    }
+    state = set(tensors)
     for node in module.graph.nodes:
         if node.op == "output":
             graph.output(env[node.all_input_nodes[0]])
@@ -170,12 +175,11 @@ def _take(module: fx.GraphModule, step: _Step, fields: tuple[str, ...]) -> Captu
         env[node].meta = dict(node.meta)
     clean(graph)
 
-    params = {id(p) for p in step.parameters()}
     read = {n.target for n in graph.nodes if n.op in ("get_attr", "placeholder")}
-    tensors = {name: t for name, t in tensors.items() if name in read or id(t) in params}
-    buffers = {name for name, t in tensors.items() if id(t) not in params}
+    tensors = {name: t for name, t in tensors.items() if name in read or name in state}
+    buffers = {name for name, t in tensors.items() if not isinstance(t, nn.Parameter)}
     _drop_unread_fields(graph)
-    return Captured(graph, tensors, aliases, buffers, tuple(f for f in fields if f in read))
+    return Captured(graph, tensors, aliases, buffers, state, tuple(f for f in fields if f in read))
 
 
 def _drop_unread_fields(graph: fx.Graph) -> None:

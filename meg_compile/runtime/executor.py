@@ -71,14 +71,14 @@ class Executor:
 
     def reduce_gradients(self) -> None:
         """Sum gradients over tp (partial ones), over the copies of tied parameters, and over dp."""
-        grads = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
         if self.groups.tp is not None:
-            all_reduce_buckets((g for n, g in grads.items() if self.specs[n].partial), self.groups.tp)
+            all_reduce_buckets((self._grad(n) for n in self.parameters if self.specs[n].partial), self.groups.tp)
         for names, group in self.shared:
             if group is not None:
-                all_reduce_buckets((grads[n] for n in names), group)
+                all_reduce_buckets((self._grad(n) for n in names), group)
         if self.groups.dp is not None:
-            all_reduce_buckets(grads.values(), self.groups.dp)
+            grads = (p.grad for p in self.parameters.values() if p.grad is not None)
+            all_reduce_buckets(grads, self.groups.dp)
 
     def norm_squared(self) -> torch.Tensor:
         """This rank's share of the squared gradient norm: summed over the world it counts every parameter once."""
@@ -112,6 +112,13 @@ class Executor:
             if whole is not None:
                 spec.place(part.cpu(), tp_rank, whole)
         return whole
+
+    def _grad(self, name: str) -> torch.Tensor:
+        """A parameter's gradient; zero where no backward reached this rank's copy of it."""
+        parameter = self.parameters[name]
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        return parameter.grad
 
     def _counts(self, spec: ParamSpec) -> bool:
         at = self.groups.coords

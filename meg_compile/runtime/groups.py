@@ -49,9 +49,6 @@ def _model_group(mesh: Mesh, rank: int, groups: dict[str, ProcessGroup | None]) 
         return groups["tp"] or groups["pp"]
     if mesh.tp * mesh.pp == mesh.size:
         return dist.group.WORLD
-    mine = None
-    for members in mesh.groups("tp_pp"):
-        group = dist.new_group(members)
-        if rank in members:
-            mine = group
+    mine, _ = dist.new_subgroups_by_enumeration(mesh.groups("tp_pp"))
+    assert isinstance(mine, ProcessGroup)
     return mine

@@ -64,12 +64,13 @@ class Tape:
             while True:
                 with _GENERATOR:
                     torch.set_rng_state(state)
-                    storage, content = next(contents, (None, None))
-                    if storage is None:
+                    step = next(contents, None)
+                    if step is None:
                         return
+                    storage, content = step
                     shards = [(name, _own(cut, window(content, ref))) for name, ref, cut in cuts[storage]]
                     state = torch.get_rng_state()
-                del content
+                del step, content
                 done.update(name for name, _ in shards)
                 yield from shards
         except CannotRecord as problem:
@@ -77,7 +78,10 @@ class Tape:
             yield from self._rebuild(seed).replay(lambda name: None if name in done else wanted(name))
 
     def value(self, tensor: Tensor) -> Tensor:
-        """The starting value of any tensor of the recorded module, such as a mask that it holds as an attribute."""
+        """The value of any tensor of the recorded module, such as a mask that it holds as an attribute.
+
+        Where it depends on the generator: from the state that `record` found.
+        """
         if not tensor.is_meta:
             return tensor.detach()
         with _GENERATOR:

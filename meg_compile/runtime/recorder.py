@@ -28,7 +28,9 @@ _BEYOND_OPERATORS = {
     *(Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.type, Tensor.apply_, Tensor.map_, Tensor.map2_),
     *(Tensor.data_ptr, Tensor.storage, Tensor.untyped_storage, Tensor.resize_, Tensor.resize_as_, Tensor.set_),
 }
-_ON_CPU = {Tensor.device.__get__: _CPU, Tensor.is_meta.__get__: False, Tensor.is_cpu.__get__: True}
+_ON_CPU = {
+    getattr(Tensor, name).__get__: answer for name, answer in {"device": _CPU, "is_meta": False, "is_cpu": True}.items()
+}
 
 
 class Recorder(TorchDispatchMode):
@@ -48,8 +50,9 @@ class Recorder(TorchDispatchMode):
         self.reason: str | None = None
         self._numbers: dict[int, int] = {}
         self._storages: list[torch.UntypedStorage] = []  # kept, so that no address is used twice
-        self._shared: dict[int, tuple[Tensor, Tensor]] = {}  # storage -> memory of someone else, what stood in it
+        self._foreign: dict[int, tuple[Tensor, Tensor]] = {}  # storage -> a tensor from outside, what stood in it
         self._states: dict[bytes, int] = {}
+        self._latest = START
         self._mark(START)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -86,10 +89,10 @@ class Recorder(TorchDispatchMode):
         return content
 
     def finish(self) -> None:
-        """After the constructor: what it did last to the generator, and to memory that torch does not own."""
+        """After the constructor: what it did last to the generator, and behind our back to tensors from outside."""
         self._follow_generator()
-        if not all(torch.equal(_as_bytes(now), _as_bytes(then)) for now, then in self._shared.values()):
-            raise CannotRecord("an array that shares its memory with a tensor is changed")
+        if not all(torch.equal(_as_bytes(now), _as_bytes(then)) for now, then in self._foreign.values()):
+            raise CannotRecord("a tensor from outside is changed")
 
     def _follow_generator(self) -> None:
         """Record that the constructor has seeded the generator, or put an earlier state back, since the last draw."""
@@ -107,55 +110,66 @@ class Recorder(TorchDispatchMode):
 
     def _operator(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         packet, arguments = func.overloadpacket, func._schema.arguments
+        if packet is _ATEN.lift_fresh:  # what torch.tensor makes is its own; from_numpy shares memory, as a blob shows
+            return self._adopt(args[0], fresh=args[0].untyped_storage().resizable())
         draws = torch.Tag.nondeterministic_seeded in func.tags
         if draws:
             self._follow_generator()
         if any(isinstance(leaf, torch.Generator) for leaf in tree_leaves(kwargs)):
             raise CannotRecord("a random number generator of its own is used")
 
-        given = dict(zip((argument.name for argument in arguments), args, strict=False)) | kwargs
-        changed = _tensors([given.get(x.name) for x in arguments if x.alias_info and x.alias_info.is_write])
-        if not all(tensor.is_meta for tensor in changed):
-            raise CannotRecord("a tensor from outside is changed")
         kwargs.pop("pin_memory", None)
         args, kwargs = tree_map_only(Tensor, self._adopt, (args, kwargs))
         on_meta, on_cpu = _devices(arguments, args, kwargs)
-
-        outs = {x.name for x in arguments if x.is_out}
-        overwritten = _tensors([*(args[:1] if packet in _OVERWRITES else ()), *(kwargs.get(name) for name in outs)])
-        used = [*(args[1:] if packet in _OVERWRITES else args), *(x for name, x in kwargs.items() if name not in outs)]
-        if packet.__name__.startswith("new_") or packet.__name__.endswith("_like"):
-            used = []  # only the shape of the argument counts
-        reads = frozenset(self.ref(tensor).storage for tensor in _tensors(used))
-        refs = tree_map_only(Tensor, self.ref, (args, on_cpu))
-        writes = frozenset(self.ref(tensor).storage for tensor in changed)
-        if not writes.isdisjoint(self._shared):
-            raise CannotRecord("a tensor that shares its memory with an array is changed")
-        covered = {self.ref(x).storage for x in overwritten if x.nbytes == self.nbytes[self.ref(x).storage]}
-
+        reads, writes, covered = self._touched(packet, arguments, args, kwargs)
+        refs, kwrefs = tree_map_only(Tensor, self.ref, (args, on_cpu))
         try:
             result = func(*args, **on_meta)
         except Exception:
-            if changed or draws:
+            if writes or draws:
                 raise
             return self._with_values(func, args, on_cpu)
-        if any(x.untyped_storage().nbytes() != self.nbytes[self.ref(x).storage] for x in changed):
+        if any(self._storages[s].nbytes() != self.nbytes[s] for s in writes):
             raise CannotRecord("a tensor is resized")
 
         made = tuple(self._number(tensor) for tensor in _tensors(result))
         new = frozenset(ref.storage for ref in made if ref)
         if new or writes or draws:  # else it is a view
-            fresh = new | (covered - reads)
-            self._append(Op(func, *refs, made, reads, writes | new, fresh, draws, torch.get_default_dtype()))
+            op = Op(func, refs, kwrefs, made, reads, writes | new, covered | new, draws, torch.get_default_dtype())
+            self._append(op)
         return result
+
+    def _touched(
+        self, packet: Any, arguments: Any, args: Any, kwargs: dict[str, Any]
+    ) -> tuple[frozenset[int], frozenset[int], frozenset[int]]:
+        """The storages that an operator reads, those that it changes, and those of these of which it leaves nothing."""
+        names = [argument.name for argument in arguments]
+        given = dict(zip(names, args, strict=False)) | kwargs
+        changed = [given.get(x.name) for x in arguments if x.alias_info and x.alias_info.is_write]
+        overwritten = {x.name for x in arguments if x.is_out} | ({names[0]} if packet in _OVERWRITES else set())
+        by_shape_only = packet.__name__.startswith("new_") or packet.__name__.endswith("_like")
+        used = [] if by_shape_only else [value for name, value in given.items() if name not in overwritten]
+
+        def storages(tree: Any) -> frozenset[int]:
+            return frozenset(self.ref(tensor).storage for tensor in _tensors(tree))
+
+        reads, writes = storages(used), storages(changed)
+        if not writes.isdisjoint(self._foreign):
+            raise CannotRecord("a tensor from outside is changed")
+        targets = _tensors([given.get(name) for name in overwritten])
+        covered = storages([x for x in targets if x.nbytes == self.nbytes[self.ref(x).storage]])
+        return reads, writes, covered - reads
 
     def _with_values(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run an operator that has no answer on the meta device on real values; what it makes is a constant."""
         args, kwargs = tree_map_only(Tensor, self.look, (args, kwargs))
         return tree_map_only(Tensor, self._adopt, func(*args, **kwargs))
 
-    def _adopt(self, tensor: Tensor) -> Tensor:
-        """The meta tensor that stands for a tensor: its own if recorded, a constant's if it comes from outside."""
+    def _adopt(self, tensor: Tensor, fresh: bool = False) -> Tensor:
+        """The meta tensor that stands for a tensor: its own if recorded, a constant's if it comes from outside.
+
+        fresh: nobody else holds the tensor, so the constructor may change it.
+        """
         if is_traceable_wrapper_subclass(tensor) or tensor.layout != torch.strided or tensor.is_quantized:
             raise CannotRecord(f"a {type(tensor).__name__} that is not a plain dense tensor is used")
         if tensor.is_conj() or tensor.is_neg():
@@ -168,8 +182,8 @@ class Recorder(TorchDispatchMode):
         twin = torch.empty_strided(constant.size(), constant.stride(), dtype=constant.dtype, device=_META)
         made = self._number(twin)
         assert made is not None
-        if not tensor.untyped_storage().resizable():
-            self._shared[made.storage] = tensor, constant
+        if not fresh:
+            self._foreign[made.storage] = tensor, constant
         only = frozenset([made.storage])
         self._append(Op(torch.clone, (constant,), {}, (made,), writes=only, fresh=only))
         return twin

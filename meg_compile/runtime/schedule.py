@@ -69,7 +69,7 @@ def pipeline(
         if last:
             extra = {"target": torch.full((num_micro_batches,), scale, device=device, dtype=torch.float64)}
         schedule.step(**fields, **extra, losses=losses if last else None, return_outputs=False)
-        return float(torch.stack(losses).sum()) if last else 0.0
+        return float(torch.stack(losses).detach().sum()) if last else 0.0
 
     return run
 

@@ -76,7 +76,8 @@ class Schedule:
 
 def schedule(ops: Sequence[Op], wanted: Collection[int], all_draws: bool) -> Schedule:
     """The replay that computes the wanted storages. all_draws: leave the generator as the recording would."""
-    lives, now = [], {}
+    lives: list[dict[int, Life]] = []
+    now: dict[int, Life] = {}
     for index, op in enumerate(ops):
         lives.append({s: (s, index) if s in op.fresh else now[s] for s in op.reads | op.writes})
         now.update(lives[-1])
@@ -85,42 +86,13 @@ def schedule(ops: Sequence[Op], wanted: Collection[int], all_draws: bool) -> Sch
     needed = _needed(ops, lives, final.values(), all_draws)
     draws = any(ops[index].draws for index in needed)
     if draws and not all_draws:
-        all_draws, needed = True, _needed(ops, lives, final.values(), True)
+        return schedule(ops, wanted, all_draws=True)
     running = needed | {index for index, op in enumerate(ops) if op.draws and all_draws}
 
-    before: dict[int, list[int]] = {}  # per operator: those that must have run
-    drawn: dict[int, int] = {}  # per operator: the last draw that it waits for
-    writer: dict[Life, int] = {}
-    readers: dict[Life, list[int]] = defaultdict(list)
-    for index in sorted(running):
-        op, life = ops[index], lives[index]
-        reads = [life[s] for s in op.reads]
-        writes = [life[s] for s in op.writes] if index in needed else []
-        before[index] = [writer[x] for x in {*reads, *writes} if x in writer]
-        for x in writes:
-            before[index] += readers.pop(x, [])
-            writer[x] = index
-        for x in reads:
-            readers[x].append(index)
-        drawn[index] = index if op.draws else max((drawn[other] for other in before[index]), default=START)
-
-    milestones = {index for index in running if ops[index].draws} | {writer[life] for life in final.values()}
-    order: list[int] = []
-    placed: set[int] = set()
-    for milestone in sorted(milestones, key=lambda index: (drawn[index], index)):
-        batch, stack = set(), [milestone]
-        while stack:
-            index = stack.pop()
-            if index not in placed and index not in batch:
-                batch.add(index)
-                stack += before[index]
-        order += sorted(batch)
-        placed |= batch
-
-    last = {}
-    for index in order:
-        for s in ops[index].reads | (ops[index].writes if index in needed else frozenset()):
-            last[lives[index][s]] = index
+    reads = {index: [lives[index][s] for s in ops[index].reads] for index in running}
+    writes = {index: [lives[index][s] for s in ops[index].writes] if index in needed else [] for index in running}
+    order = _order(ops, sorted(running), reads, writes, final.values())
+    last = {life: index for index in order for life in reads[index] + writes[index]}
     ends = defaultdict(list)
     for life, index in last.items():
         ends[index].append(life)
@@ -139,6 +111,40 @@ def _needed(ops: Sequence[Op], lives: list[dict[int, Life]], wanted: Collection[
         elif drawn:
             live.update(life[s] for s in op.reads)
     return needed
+
+
+def _order(
+    ops: Sequence[Op],
+    running: list[int],
+    reads: dict[int, list[Life]],
+    writes: dict[int, list[Life]],
+    wanted: Collection[Life],
+) -> list[int]:
+    """Draws as they were recorded; after each the wanted lives that waited for it alone; the rest when asked for."""
+    before: dict[int, list[int]] = {}  # per operator: those that must have run
+    drawn: dict[int, int] = {}  # per operator: the last draw that it waits for
+    writer: dict[Life, int] = {}
+    readers: dict[Life, list[int]] = defaultdict(list)  # since the last write
+    for index in running:
+        before[index] = [writer[life] for life in reads[index] + writes[index] if life in writer]
+        for life in writes[index]:
+            before[index] += readers.pop(life, [])
+            writer[life] = index
+        for life in reads[index]:
+            readers[life].append(index)
+        drawn[index] = index if ops[index].draws else max((drawn[other] for other in before[index]), default=START)
+
+    milestones = {index for index in running if ops[index].draws} | {writer[life] for life in wanted}
+    order: dict[int, None] = {}
+    for milestone in sorted(milestones, key=lambda index: (drawn[index], index)):
+        batch, stack = set(), [milestone]
+        while stack:
+            index = stack.pop()
+            if index not in order and index not in batch:
+                batch.add(index)
+                stack += before[index]
+        order |= dict.fromkeys(sorted(batch))
+    return list(order)
 
 
 def run(
@@ -205,7 +211,8 @@ def _run_op(
     if keep:
         for ref, result in zip(op.outs, (x for x in tree_leaves(results) if isinstance(x, Tensor)), strict=True):
             if ref:
-                held[life[ref.storage]] = _checked(result, ref, nbytes[ref.storage], op)
+                _check_layout(result, ref, nbytes[ref.storage], op)
+                held[life[ref.storage]] = result
 
 
 class _Spare:
@@ -231,9 +238,8 @@ class _Spare:
             self.block = window(content, Ref(-1, torch.uint8, (num_bytes,), (1,), 0))
 
 
-def _checked(result: Tensor, ref: Ref, num_bytes: int, op: Op) -> Tensor:
-    """`result`, which must be laid out as the recording foresaw."""
+def _check_layout(result: Tensor, ref: Ref, num_bytes: int, op: Op) -> None:
+    """What comes after was recorded for the layout that the meta device foresaw."""
     layout = (result.dtype, tuple(result.shape), result.stride(), result.storage_offset())
     if layout != (ref.dtype, ref.size, ref.stride, ref.offset) or result.untyped_storage().nbytes() != num_bytes:
         raise CannotRecord(f"{op.func} lays its result out otherwise on the CPU than on the meta device")
-    return result

@@ -16,23 +16,28 @@ CODES = {
     torch.float16: "F16",
     torch.bfloat16: "BF16",
     torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
 }
 
 
 def export(params: Mapping[str, Any], values: Iterable[tuple[str, Tensor | None]], path: Path | None) -> None:
-    """Write every parameter whole, under the plain model's names and in its shapes, as they arrive one after the other.
+    """Write what the plain model's state_dict holds, whole and under its names, as the values arrive one by one.
 
     params: name -> ParamSpec. values: what `Executor.gather("value")` yields; every rank must call this, rank 0 with
     the `path`, the others with None. A tied weight is written under each of its names, since the format has no
-    aliases, so `plain.load_state_dict(safetensors.torch.load_file(path))` finds all of them. Buffers are left out: a
-    training run does not change them. The file appears under its name when it is complete.
+    aliases, so `plain.load_state_dict(safetensors.torch.load_file(path))` finds all of them. Buffers are written as
+    far as the state_dict holds them. The file appears under its name when it is complete.
     """
     if path is None:
         for _ in values:
             pass
         return
     entries, offset = {}, 0
-    params = {name: spec for name, spec in params.items() if not spec.buffer}
+    params = {name: spec for name, spec in params.items() if spec.persistent}
     for name, spec in _by_alignment(params):
         size = prod(spec.shape) * spec.dtype.itemsize
         for alias in (name, *spec.aliases):

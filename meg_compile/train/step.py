@@ -36,7 +36,7 @@ class Trainer:
         self.lr = learning_rates(config.optim, config.train.steps)
 
     def gradients(self, step: int) -> Gradients:
-        """Read the replica's rows, run all micro-batches, reduce. MegError, on all ranks, where the loss is no number."""
+        """Read, run all micro-batches, reduce. MegError, on all ranks, where the loss is no number."""
         batch = self.batches[step]
         coords, device = self.groups.coords, self.executor.device
         where = f"step {step + 1}, data {self.data_name}"

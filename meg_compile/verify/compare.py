@@ -13,8 +13,8 @@ from meg_compile.verify.plain import Plain
 from meg_compile.verify.report import Difference, Report
 
 # float64 rounds at 1e-16: right programs differ by 1e-11 at most (AdamW's small denominators included).
-# float32 rounds at 6e-8: right ones were seen to differ by 2e-6, with GPT-2s of up to 24 layers or 5 million parameters;
-# faults show from 1e-3 on.
+# float32 rounds at 6e-8: right ones were seen to differ by 2e-6, with GPT-2s of up to 24 layers or 5 million
+# parameters; faults show from 1e-3 on.
 TOLERANCES = {"fp64": 1e-9, "fp32": 1e-4}
 
 # A tensor's error is relative to its own largest number, but to no less than this share of the largest of its kind in
@@ -98,7 +98,7 @@ def _compare(
             continue  # a buffer
         found.append(Difference(step, what, name, _error(tensor, expected[name], floor), tolerance))
         seen.add(parameters[name])
-        if take_over and (grad := parameters[name].grad) is not None:
+        if take_over and tensor is not None and (grad := parameters[name].grad) is not None:
             grad.copy_(tensor)
     missing = {parameter: name for name, parameter in reversed(parameters.items()) if parameter not in seen}
     return found + [Difference(step, what, name, math.inf, tolerance) for name in missing.values()]

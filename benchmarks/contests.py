@@ -1,0 +1,88 @@
+"""Who runs against whom, and the ratios that are to be shown."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from benchmarks.contenders import (
+    Step,
+    compiled,
+    eager,
+    pipeline_by_hand,
+    tensor_by_dtensor,
+    tensor_by_hand,
+)
+from benchmarks.model import Size
+from meg_compile import Plan
+
+PIPELINE_ROWS, PIPELINE_MICRO_BATCHES = 1, 8
+
+
+@dataclass(frozen=True)
+class Pair:
+    """`ours` / `theirs` in step time; `bar` is the most that it may be."""
+
+    key: str
+    title: str
+    ours: str
+    theirs: str
+    bar: float
+
+
+@dataclass(frozen=True)
+class Contest:
+    """Contenders that take their steps in turn in the same `nproc` processes, on batches of `rows`."""
+
+    nproc: int
+    rows: int
+    build: Callable[[Size], dict[str, Step]]
+    pairs: tuple[Pair, ...]
+
+
+def _one(size: Size) -> dict[str, Step]:
+    return {"compiled": compiled(size, Plan(), rows=4)[0], "eager": eager(size)}
+
+
+def _tensor(size: Size) -> dict[str, Step]:
+    return {
+        "compiled": compiled(size, Plan(tp=2), rows=4)[0],
+        "by hand": tensor_by_hand(size),
+        "DTensor": tensor_by_dtensor(size),
+    }
+
+
+def _pipeline(size: Size) -> dict[str, Step]:
+    step, program = compiled(size, Plan(pp=2), PIPELINE_ROWS)
+    half = size.layers // 2
+    equal = Plan(pp=2, stages=(half, size.layers - half))
+    cut = len(program.stages[0].layers)
+    return {
+        "compiled": step,
+        "equal cut": compiled(size, equal, PIPELINE_ROWS)[0],
+        "by hand": pipeline_by_hand(size, PIPELINE_ROWS, PIPELINE_MICRO_BATCHES, cut),
+    }
+
+
+CONTESTS = (
+    Contest(1, 4, _one, (Pair("eager", "tp=1 / plain module, eager", "compiled", "eager", 1.02),)),
+    Contest(
+        2,
+        4,
+        _tensor,
+        (
+            Pair("tp-hand", "tp=2 / f and g by hand", "compiled", "by hand", 1.03),
+            Pair("tp-dtensor", "tp=2 / DTensor, loss parallel", "compiled", "DTensor", 0.85),
+        ),
+    ),
+    Contest(
+        2,
+        PIPELINE_ROWS * PIPELINE_MICRO_BATCHES,
+        _pipeline,
+        (
+            Pair("pp-hand", "pp=2 1F1B / stages by hand, same cut", "compiled", "by hand", 1.03),
+            Pair("pp-cut", "pp=2 automatic cut / equal layers", "compiled", "equal cut", 0.97),
+        ),
+    ),
+)
+KEYS = tuple(pair.key for contest in CONTESTS for pair in contest.pairs)
