@@ -14,6 +14,7 @@ from meg_compile.models.loss import cross_entropy
 from meg_compile.passes.check import check_shapes
 from meg_compile.passes.choose import choose
 from meg_compile.passes.partition import Stage, partition
+from meg_compile.passes.sequence import shard_sequence
 from meg_compile.passes.tensor import tensor_parallel
 from meg_compile.passes.tokens import sum_over_tokens
 from meg_compile.plan import Plan
@@ -45,8 +46,9 @@ def compile(
     units = sum_over_tokens(captured.graph)
     axes = infer(captured.graph, captured.tensors)
     choice = choose(axes, plan)
-    parallel = tensor_parallel(captured.graph, axes, choice.layout)
-    check_shapes(parallel.graph, choice.layout, _on_meta(captured, axes, choice.layout), inputs)
+    sequence = shard_sequence(axes, choice.layout, plan)
+    parallel = tensor_parallel(captured.graph, axes, choice.layout, sequence)
+    check_shapes(parallel.graph, plan.tp, _on_meta(captured, axes, choice.layout), inputs)
     stages = partition(parallel.graph, plan)
 
     params = _specify(captured, axes, choice.layout, stages, parallel.partial)

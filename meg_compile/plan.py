@@ -74,8 +74,6 @@ def plan_faults(plan: PlanFields) -> list[Fault]:
     ]
     if plan.cp > 1:
         faults.append(Fault("plan.cp", plan.cp, "context parallelism is not available", "use plan.cp=1"))
-    if plan.sp:
-        faults.append(Fault("plan.sp", plan.sp, "sequence parallelism is not available", "use plan.sp=false"))
     if plan.schedule not in SCHEDULES:
         guess = nearest(plan.schedule, SCHEDULES)
         hint = f"did you mean {guess}? There are {', '.join(SCHEDULES)}" if guess else f"use one of {', '.join(SCHEDULES)}"

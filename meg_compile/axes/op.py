@@ -50,6 +50,7 @@ class Op:
     constant:  derived from parameters, buffers and literals only.
     grad:      gradients flow through it.
     operands:  Dims of the tensors it reads that matter to its value.
+    needed:    dims that it needs whole.
     summed:    dims that it sums over: on shards of one the result is a partial sum.
     average:   the sum is divided by the number of entries.
     space:     dims that it loops over, where no single tensor spans them.
@@ -69,6 +70,7 @@ class Op:
         self.grad = False
         self.operands: list[Dims] = []
         self.weights: list[Dims] = []
+        self.needed: list[Dim] = []
         self.summed: list[Dim] = []
         self.average = False
         self.space: Dims | None = None
@@ -80,6 +82,7 @@ class Op:
 
     def whole(self, dim: Dim, why: str) -> None:
         """This operator needs all of a dim: every rank keeps it whole."""
+        self.needed.append(dim)
         mark_whole(dim, f"{self.name} {why} ({self.node.name})")
 
     def new_whole(self, size: int, why: str) -> Dim:

@@ -174,10 +174,9 @@ def _graph(program: Program, block: int) -> str:
     name = names[min(block, len(names) - 1)]
     stage = next(s for s in program.stages if name in s.layers)
     nodes = [n for n in stage.graph.nodes if n.op == "call_function" and _inside(locate(n), name)]
-    legend = (
-        "f is copy_to_tp: backward all-reduces; g is reduce_from_tp: forward all-reduces. axis/n is sharded n ways."
-    )
-    return _indent(f"{legend}\n{to_text(nodes, program.choice.layout)}")
+    f, g = ("gather_to_tp", "scatter_from_tp") if program.plan.sp else ("copy_to_tp", "reduce_from_tp")
+    legend = f"f is {f}, g is {g}; axis/n is sharded n ways."
+    return _indent(f"{legend}\n{to_text(nodes)}")
 
 
 def _inside(path: str, block: str) -> bool:

@@ -18,14 +18,14 @@ from meg_compile.graph.nodes import base_name, source_line
 from meg_compile.passes.tensor import BOUND
 
 
-def to_text(nodes: Iterable[fx.Node], layout: Layout) -> str:
+def to_text(nodes: Iterable[fx.Node]) -> str:
     """The operators of a graph, or of a part of one."""
     lines = []
     for node in nodes:
         if node.op == "call_function":
-            lines.append((f"%{node.name} = {_call(node)}", _describe(node, layout), source_line(node)))
+            lines.append((f"%{node.name} = {_call(node)}", _describe(node), source_line(node)))
         elif node.op == "placeholder":
-            lines.append((f"%{node.name} = input()", _describe(node, layout), ""))
+            lines.append((f"%{node.name} = input()", _describe(node), ""))
         elif node.op == "output":
             lines.append((f"return {_operand(node.args[0])}", "", ""))
     width = min(max((len(code) for code, _, _ in lines), default=0), 100)
@@ -47,13 +47,13 @@ def _atom(atom: Atom, layout: Layout) -> str:
     return f"{name}/{layout.tp}" if atom in layout.sharded else name
 
 
-def _describe(node: fx.Node, layout: Layout) -> str:
+def _describe(node: fx.Node) -> str:
     value, dims = node.meta.get("val"), node.meta.get("dims")
     if not isinstance(value, torch.Tensor):
         return f"{len(value)} tensors" if isinstance(value, (list, tuple)) else ""
     shape = str(list(value.shape))
     if isinstance(dims, Dims):
-        return f"{shape} {', '.join(spell(dim, layout) for dim in dims)}".rstrip()
+        return f"{shape} {', '.join(spell(dim, node.meta['layout']) for dim in dims)}".rstrip()
     return f"{shape} partial sum"
 
 

@@ -9,7 +9,14 @@ import torch
 from torch import fx
 
 from meg_compile.graph.nodes import operand
-from meg_compile.ops.collectives import copy_to_tp, reduce_from_tp
+from meg_compile.ops.collectives import (
+    copy_to_tp,
+    cut_sequence,
+    gather_sequence,
+    gather_to_tp,
+    reduce_from_tp,
+    scatter_from_tp,
+)
 from meg_compile.ops.vocabulary import vocab_cross_entropy
 
 if TYPE_CHECKING:
@@ -20,11 +27,11 @@ if TYPE_CHECKING:
 class Collective:
     """One kind of message that a rank of a stage sends.
 
-    kind:       "all_reduce", or "send" (to the next or previous stage).
+    kind:       "all_reduce", "all_gather", "reduce_scatter", or "send" (to the next or previous stage).
     group:      the mesh dim it spans: "tp", "pp", "dp", "tied" (stages with a copy of a tied parameter), "world".
     when:       "forward" or "backward" of a micro-batch, or "step", once.
     what:       the value that moves.
-    comm_bytes: bytes of the value on each rank.
+    comm_bytes: bytes of the value, whole: what an all-gather gives, what a reduce-scatter takes.
     stage:      the stage whose ranks send it; None for all.
     """
 
@@ -45,7 +52,7 @@ def collectives(program: Program) -> list[Collective]:
     plan, found = program.plan, []
     for stage in program.stages:
         for node in stage.graph.nodes:
-            found += [Collective("all_reduce", "tp", *rest, stage.index) for rest in _of_node(node)]
+            found += [Collective(kind, "tp", *rest, stage.index) for kind, *rest in _of_node(node)]
         found += [
             Collective("send", "pp", when, f"activation {i}", _bytes(value), stage.index)
             for when, values in (("forward", stage.sent), ("backward", stage.received))
@@ -60,19 +67,32 @@ def collectives(program: Program) -> list[Collective]:
     return found
 
 
-def _of_node(node: fx.Node) -> list[tuple[str, str, int]]:
-    """(when, what, bytes) of what one operator sends over tp."""
-    if node.target is copy_to_tp:
-        return [("backward", f"gradient of {node.args[0]}", _bytes(node.meta["val"]))]
-    if node.target is reduce_from_tp:
-        return [("forward", f"{node.args[0]}", _bytes(node.meta["val"]))]
+_MOVES = {  # operator: (forward, backward, which of operand and result is the whole value)
+    copy_to_tp: (None, "all_reduce", "result"),
+    reduce_from_tp: ("all_reduce", None, "result"),
+    gather_to_tp: ("all_gather", "reduce_scatter", "result"),
+    scatter_from_tp: ("reduce_scatter", "all_gather", "operand"),
+    gather_sequence: ("all_gather", None, "result"),
+    cut_sequence: (None, "all_gather", "operand"),
+}
+
+
+def _of_node(node: fx.Node) -> list[tuple[str, str, str, int]]:
+    """(kind, when, what, bytes) of what one operator sends over tp."""
+    if node.target in _MOVES:
+        forward, backward, whole = _MOVES[node.target]
+        size = _bytes((operand(node, 0) if whole == "operand" else node).meta["val"])
+        what = str(node.args[0])
+        found = [] if forward is None else [(forward, "forward", what, size)]
+        if backward is not None and node.meta["grad"]:
+            found.append((backward, "backward", f"gradient of {what}", size))
+        return found
     if node.target is vocab_cross_entropy:
         logits = operand(node, 0).meta["val"]
-        itemsize = 8 if logits.dtype == torch.float64 else 4
-        rows = logits.shape[0] * itemsize
+        rows = logits.shape[0] * (8 if logits.dtype == torch.float64 else 4)
         return [
-            ("forward", "largest logit", rows),
-            ("forward", "sum of exponentials, target logit", 2 * rows),
+            ("all_reduce", "forward", "largest logit", rows),
+            ("all_reduce", "forward", "sum of exponentials, target logit", 2 * rows),
         ]
     return []
 

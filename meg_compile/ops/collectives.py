@@ -45,6 +45,66 @@ def reduce_from_tp(x: torch.Tensor, tp: Group) -> torch.Tensor:
     return _Reduce.apply(x, tp)
 
 
+def _cut(x: torch.Tensor, tp: Group, dim: int, before: int) -> torch.Tensor:
+    """The sequence inside a dim split over the ranks: [size, ..., before x part, ...]."""
+    part = x.shape[dim] // before // tp.size
+    inside = x.shape[dim] // (before * tp.size * part)
+    split = x.reshape(*x.shape[:dim], before, tp.size, part * inside, *x.shape[dim + 1 :])
+    return split.movedim(dim + 1, 0).reshape(tp.size, *x.shape[:dim], before * part * inside, *x.shape[dim + 1 :])
+
+
+def _join(parts: torch.Tensor, dim: int, before: int) -> torch.Tensor:
+    """The inverse of _cut."""
+    size, *shape = parts.shape
+    split = parts.reshape(size, *shape[:dim], before, shape[dim] // before, *shape[dim + 1 :])
+    return split.movedim(0, dim + 1).reshape(*shape[:dim], size * shape[dim], *shape[dim + 1 :])
+
+
+def _gather(x: torch.Tensor, tp: Group, dim: int, before: int) -> torch.Tensor:
+    return _join(tp.all_gather(x), dim, before)
+
+
+def _reduce_scatter(x: torch.Tensor, tp: Group, dim: int, before: int) -> torch.Tensor:
+    return tp.reduce_scatter(_cut(x, tp, dim, before))
+
+
+def _own(x: torch.Tensor, tp: Group, dim: int, before: int) -> torch.Tensor:
+    return _cut(x, tp, dim, before)[tp.rank].clone(memory_format=torch.contiguous_format)
+
+
+class _Move(torch.autograd.Function):
+    """A move of the sequence and, for the gradient, the move back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, there: Any, back: Any, *how: Any) -> torch.Tensor:
+        ctx.back, ctx.how = back, how
+        return there(x, *how)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return ctx.back(grad, *ctx.how), *(None for _ in range(2 + len(ctx.how)))
+
+
+def gather_to_tp(x: torch.Tensor, tp: Group, dim: int, before: int = 1) -> torch.Tensor:
+    """f on parts of the sequence: the whole sequence enters a region that works on shards."""
+    return _Move.apply(x, _gather, _reduce_scatter, tp, dim, before)
+
+
+def scatter_from_tp(x: torch.Tensor, tp: Group, dim: int, before: int = 1) -> torch.Tensor:
+    """g on parts of the sequence: each rank gets the sum of its part."""
+    return _Move.apply(x, _reduce_scatter, _gather, tp, dim, before)
+
+
+def gather_sequence(x: torch.Tensor, tp: Group, dim: int, before: int = 1) -> torch.Tensor:
+    """The whole sequence for an operator that every rank runs alike on whole values."""
+    return _Move.apply(x, _gather, _own, tp, dim, before)
+
+
+def cut_sequence(x: torch.Tensor, tp: Group, dim: int, before: int = 1) -> torch.Tensor:
+    """This rank's part of a whole sequence."""
+    return _Move.apply(x, _own, _gather, tp, dim, before)
+
+
 def part_of(x: torch.Tensor, tp: Group, dims: list[list[tuple[int, bool]]]) -> torch.Tensor:
     """This rank's part of a value that every rank has whole and that needs no gradient.
 

@@ -7,6 +7,10 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+# torch 2.13 renames these two.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 @dataclass(frozen=True)
 class Group:
@@ -15,6 +19,20 @@ class Group:
     size: int = 1
     rank: int = 0
     pg: dist.ProcessGroup | None = None
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        """The ranks' tensors as one: [size, *x.shape]."""
+        out = x.new_empty(self.size, *x.shape)
+        if self.pg is not None:
+            _all_gather(out.flatten(0, 1), x.contiguous(), group=self.pg)
+        return out
+
+    def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
+        """This rank's slice of the ranks' sum, of a tensor [size, ...]."""
+        out = x.new_empty(x.shape[1:])
+        if self.pg is not None:
+            _reduce_scatter(out, x.contiguous().flatten(0, 1), group=self.pg)
+        return out
 
     def all_reduce_(self, x: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> torch.Tensor:
         """Reduce a contiguous tensor in place over the group's ranks, and return it."""

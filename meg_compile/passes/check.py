@@ -12,7 +12,6 @@ import torch
 from torch import fx
 
 from meg_compile.axes.atoms import Dims
-from meg_compile.axes.layout import Layout
 from meg_compile.errors import MegError
 from meg_compile.graph.clean import retarget
 from meg_compile.ops.group import Group
@@ -21,25 +20,22 @@ from meg_compile.passes.tensor import RNG, TP
 META = torch.device("meta")
 
 
-def check_shapes(
-    graph: fx.Graph, layout: Layout, tensors: dict[str, torch.Tensor], inputs: dict[str, torch.Tensor]
-) -> None:
+def check_shapes(graph: fx.Graph, tp: int, tensors: dict[str, torch.Tensor], inputs: dict[str, torch.Tensor]) -> None:
     """Run the graph on meta tensors; leaves every node's local value in meta["val"].
 
     tensors: the local parameters and buffers, on meta. MegError for a shape that the axes do not predict.
     """
     retarget(graph, META)
-    root: dict[str, Any] = {**tensors, TP: Group(layout.tp), RNG: None}
+    root: dict[str, Any] = {**tensors, TP: Group(tp), RNG: None}
     names = [str(n.target) for n in graph.nodes if n.op == "placeholder"]
     with torch.no_grad():
-        _Trial(root, layout, graph).run(*(inputs[name].to(META) for name in names))
+        _Trial(root, graph).run(*(inputs[name].to(META) for name in names))
 
 
 class _Trial(fx.Interpreter):
-    def __init__(self, values: dict[str, Any], layout: Layout, graph: fx.Graph):
+    def __init__(self, values: dict[str, Any], graph: fx.Graph):
         super().__init__(torch.nn.Module(), graph=graph)
         self.values = values
-        self.layout = layout
 
     def fetch_attr(self, target: str) -> Any:
         return self.values[target]
@@ -51,7 +47,7 @@ class _Trial(fx.Interpreter):
         pairs = zip(got, dims, strict=True) if isinstance(dims, list) else [(got, dims)]
         for value, expected in pairs:
             if isinstance(value, torch.Tensor) and isinstance(expected, Dims):
-                local = [self.layout.local(dim) for dim in expected]
+                local = [n.meta["layout"].local(dim) for dim in expected]
                 if list(value.shape) != local:
                     raise MegError(f"{n.format_node()}: shape {list(value.shape)} on a shard, not {local}")
         return got

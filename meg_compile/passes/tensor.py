@@ -23,12 +23,21 @@ from torch.fx.node import map_arg
 from meg_compile.axes.atoms import Dims, leaves, size_of
 from meg_compile.axes.infer import Axes
 from meg_compile.axes.layout import Layout
-from meg_compile.axes.op import Op
+from meg_compile.axes.op import Op, each
 from meg_compile.errors import MegError
 from meg_compile.graph.nodes import operand
-from meg_compile.ops.collectives import copy_to_tp, part_of, reduce_from_tp
+from meg_compile.ops.collectives import (
+    copy_to_tp,
+    cut_sequence,
+    gather_sequence,
+    gather_to_tp,
+    part_of,
+    reduce_from_tp,
+    scatter_from_tp,
+)
 from meg_compile.ops.dropout import sharded_attention, sharded_dropout
 from meg_compile.ops.vocabulary import vocab_cross_entropy, vocab_embedding
+from meg_compile.passes.sequence import Sequence
 
 aten = torch.ops.aten
 
@@ -45,34 +54,56 @@ class TensorParallel:
     partial: set[str]
 
 
-def tensor_parallel(graph: fx.Graph, axes: Axes, layout: Layout) -> TensorParallel:
-    return _Rewriter(graph, axes, layout).run()
+def tensor_parallel(graph: fx.Graph, axes: Axes, layout: Layout, sequence: Sequence) -> TensorParallel:
+    return _Rewriter(graph, axes, layout, sequence).run()
 
 
 class _Rewriter:
-    def __init__(self, graph: fx.Graph, axes: Axes, layout: Layout):
-        self.old, self.axes, self.layout = graph, axes, layout
+    """`works` says in which layout an operator works, `leaves` in which its result is left."""
+
+    def __init__(self, graph: fx.Graph, axes: Axes, layout: Layout, sequence: Sequence):
+        self.old, self.axes, self.layout, self.sequence = graph, axes, layout, sequence
         self.new = fx.Graph()
         self.env: dict[fx.Node, fx.Node] = {}
-        self.copied: dict[fx.Node, fx.Node] = {}
+        self.moved: dict[tuple[fx.Node, Any], fx.Node] = {}
         self.bound: dict[str, fx.Node] = {}
-        self.on_shards = {n for n, op in axes.ops.items() if n.op == "call_function" and layout.touches(op.shapes())}
+        self.works = {n: sequence.layout if n in sequence.nodes else layout for n in graph.nodes}
+        self.leaves: dict[fx.Node, Layout] = {}
+        for node in graph.nodes:
+            if node.target is operator.getitem:
+                self.works[node] = self.works[operand(node, 0)]
+            self.leaves[node] = self.left_in(node, axes.ops[node])
+        self.on_shards = {
+            n for n, op in axes.ops.items() if n.op == "call_function" and self.works[n].touches(op.shapes())
+        }
+
+    def left_in(self, node: fx.Node, op: Op) -> Layout:
+        if self.sums(op) and isinstance(op.out, Dims) and self.sequence.at(op.out) and not holds(self.layout, op.out):
+            return self.sequence.layout
+        return self.works[node]
 
     def run(self) -> TensorParallel:
         for node in self.old.nodes:
             op = self.axes.ops[node]
-            on_shards = node in self.on_shards
-            new = self.rewrite(node, op) if on_shards else self.new.node_copy(node, self.env.__getitem__)
-            self.env[node] = self.describe(new, node, op.out)
+            if node.op == "call_function":
+                new = self.rewrite(node, op)
+            else:
+                new = self.new.node_copy(node, lambda n: self.read(n, node, self.layout))
+            self.env[node] = self.describe(new, node, op.out, self.leaves[node])
         partial = {str(n.target) for n in self.old.nodes if n.op == "get_attr" and self.gets_partial_gradients(n)}
         return TensorParallel(self.new, partial)
 
     def gets_partial_gradients(self, node: fx.Node) -> bool:
         """Whether a whole parameter is read on shards only, so that its gradient can be summed once a step."""
         op = self.axes.ops[node]
-        if node.op != "get_attr" or not op.grad or not node.users or holds(self.layout, op.out):
+        if node.op != "get_attr" or not op.grad or not node.users or holds(self.sequence.layout, op.out):
             return False
-        return all(user in self.on_shards and node is not self.late_bias(user) for user in node.users)
+        return all(self.reads_on_shards(user, node) for user in node.users)
+
+    def reads_on_shards(self, user: fx.Node, node: fx.Node) -> bool:
+        if node is self.late_bias(user):
+            return holds(self.leaves[user], self.axes.ops[user].out)
+        return user in self.on_shards
 
     def late_bias(self, node: fx.Node) -> fx.Node | None:
         """The bias that is added to a node's result after g."""
@@ -85,42 +116,72 @@ class _Rewriter:
         return any(self.layout.holds(dim) for dim in op.summed)
 
     def rewrite(self, node: fx.Node, op: Op) -> fx.Node:
-        """One operator on shards, and what must follow it."""
+        """One operator, and what must follow it."""
         target, args, kwargs, bias = node.target, node.args, node.kwargs, self.late_bias(node)
+        layout, on_shards = self.works[node], node in self.on_shards
         if bias is not None and op.split_bias is not None:
             target, kept, _ = op.split_bias
             args = tuple(args[i] for i in kept)
-        args, kwargs = map_arg((args, kwargs), lambda n: self.operand(n, node))
-        special = self.special(node, op)
+        args, kwargs = map_arg((args, kwargs), lambda n: self.read(n, node, layout, on_shards))
+        special = self.special(node, op) if on_shards else None
         if special is not None:
             target, args, kwargs = special(*args, **kwargs)
-        elif op.localise is not None:
-            target, args, kwargs = op.localise(self.layout.local, *args, **kwargs)
+        elif op.localise is not None and on_shards:
+            target, args, kwargs = op.localise(layout.local, *args, **kwargs)
         new = self.call(node, node.name, target, *args, **kwargs)
-        if op.source:
-            new = self.call(node, f"{node.name}_part", part_of, new, self.bind(TP), self.spell(op.out))
+        if op.source and on_shards:
+            new = self.call(node, f"{node.name}_part", part_of, new, self.bind(TP), spell(op.out, layout))
         if self.sums(op):
-            new = self.call(node, f"g_{node.name}", reduce_from_tp, new, self.bind(TP))
-            if op.average:
-                new = self.call(node, f"{node.name}_mean", operator.truediv, new, self.layout.tp)
-        elif not self.accounted(op):
+            new = self.sum(node, op, new)
+        elif on_shards and not self.accounted(op, layout):
             raise MegError(f"{node.format_node()}: works on shards, and its result is neither sharded nor summed")
         if bias is not None:
-            self.describe(new, node, op.out)
-            new = self.call(node, f"{node.name}_biased", aten.add.Tensor, new, self.env[bias])
+            self.describe(new, node, op.out, self.leaves[node])
+            held = holds(self.leaves[node], op.out)
+            added = self.read(bias, node, self.leaves[node], held)
+            new = self.call(node, f"{node.name}_biased", aten.add.Tensor, new, added)
         return new
 
-    def operand(self, node: fx.Node, reader: fx.Node) -> fx.Node:
-        """A value as an operator on shards reads it: through f where its gradient must come out whole."""
+    def sum(self, node: fx.Node, op: Op, new: fx.Node) -> fx.Node:
+        """g: the sum of the ranks' partial sums, whole or each rank's part of the sequence."""
+        at = self.sequence.at(op.out) if self.leaves[node] is not self.layout else None
+        if at is None:
+            new = self.call(node, f"g_{node.name}", reduce_from_tp, new, self.bind(TP))
+        else:
+            new = self.call(node, f"g_{node.name}", scatter_from_tp, new, self.bind(TP), *at)
+        if op.average:
+            new = self.call(node, f"{node.name}_mean", operator.truediv, new, self.layout.tp)
+        return new
+
+    def read(self, node: fx.Node, reader: fx.Node, layout: Layout, on_shards: bool = False) -> fx.Node:
+        """A value as an operator that works in a layout reads it: moved there, and through f where its gradient must
+        come out whole."""
         op = self.axes.ops[node]
-        whole = isinstance(op.out, Dims) and not holds(self.layout, op.out)
-        if not whole or not op.grad or self.gets_partial_gradients(node):
+        if not isinstance(op.out, Dims):
             return self.env[node]
-        if node not in self.copied:
-            f = self.call(reader, f"f_{node.name}", copy_to_tp, self.env[node], self.bind(TP))
-            f.meta |= {"dims": op.out, "constant": op.constant}
-            self.copied[node] = f
-        return self.copied[node]
+        at = self.sequence.at(op.out)
+        in_parts = at is not None and self.leaves[node] is not self.layout
+        if in_parts and layout is self.layout:
+            return self.move(
+                node, reader, layout, "f" if on_shards else "all", gather_to_tp if on_shards else gather_sequence, *at
+            )
+        if at is not None and not in_parts and layout is not self.layout:
+            if op.grad:
+                return self.move(node, reader, layout, "part", cut_sequence, *at)
+            return self.move(node, reader, layout, "part", part_of, spell(op.out, layout))
+        whole = not holds(self.leaves[node], op.out)
+        if whole and on_shards and op.grad and not self.gets_partial_gradients(node):
+            return self.move(node, reader, layout, "f", copy_to_tp)
+        return self.env[node]
+
+    def move(self, node: fx.Node, reader: fx.Node, layout: Layout, prefix: str, target: Any, *how: Any) -> fx.Node:
+        """A value in another layout: once per value and kind of move, whatever the number of readers."""
+        if (node, target) not in self.moved:
+            op = self.axes.ops[node]
+            new = self.call(reader, f"{prefix}_{node.name}", target, self.env[node], self.bind(TP), *how)
+            new.meta |= {"dims": op.out, "layout": layout, "constant": op.constant, "grad": op.grad}
+            self.moved[node, target] = new
+        return self.moved[node, target]
 
     def special(self, node: fx.Node, op: Op) -> Callable[..., Any] | None:
         """Operators that are another one on shards: (args) -> (target, args, kwargs)."""
@@ -143,15 +204,14 @@ class _Rewriter:
             return lambda *args, **kwargs: (sharded_attention, (self.bind(RNG), *args), kwargs)
         return None
 
-    def accounted(self, op: Op) -> bool:
-        if op.classes is not None and self.layout.holds(op.classes):
+    def accounted(self, op: Op, layout: Layout) -> bool:
+        if op.classes is not None and layout.holds(op.classes):
             return True
-        outs = op.out if isinstance(op.out, list) else [op.out]
-        return all(holds(self.layout, out) for out in outs if out is not None)
+        return all(holds(layout, out) for out in each(op.out))
 
     def call(self, like: fx.Node, name: str, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         new = self.new.create_node("call_function", target, args, kwargs, name)
-        return self.describe(new, like, None)
+        return self.describe(new, like, None, self.layout)
 
     def bind(self, name: str) -> fx.Node:
         """A value that is bound when a rank materialises the graph: its tp group, its random stream."""
@@ -161,18 +221,17 @@ class _Rewriter:
                 self.bound[name] = self.new.get_attr(name)
         return self.bound[name]
 
-    def spell(self, dims: Dims) -> list[list[tuple[int, bool]]]:
-        return [[(a.size, a in self.layout.sharded) for a in leaves(dim)] for dim in dims]
-
-    def describe(self, new: fx.Node, old: fx.Node, dims: Any) -> fx.Node:
-        """Keep where in the user's model a node comes from; `dims` are those that its value must have."""
-        for key in ("nn_module_stack", "stack_trace"):
-            if key in old.meta:
-                new.meta[key] = old.meta[key]
-        new.meta["dims"] = dims
-        new.meta["grad"] = self.axes.ops[old].grad
-        new.meta["constant"] = self.axes.ops[old].constant
+    def describe(self, new: fx.Node, old: fx.Node, dims: Any, layout: Layout) -> fx.Node:
+        """Keep where in the user's model a node comes from; `dims` in `layout` are those that its value must have."""
+        op = self.axes.ops[old]
+        new.meta |= {key: old.meta[key] for key in ("nn_module_stack", "stack_trace") if key in old.meta}
+        new.meta |= {"dims": dims, "layout": layout, "grad": op.grad, "constant": op.constant}
         return new
+
+
+def spell(dims: Dims, layout: Layout) -> list[list[tuple[int, bool]]]:
+    """For `part_of`: each dim's axes, major to minor, and whether they are sharded."""
+    return [[(a.size, a in layout.sharded) for a in leaves(dim)] for dim in dims]
 
 
 def holds(layout: Layout, dims: Any) -> bool:

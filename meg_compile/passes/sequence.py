@@ -1,0 +1,79 @@
+"""Sequence parallelism: which operators run on parts of the sequence (Korthikanti et al. 2022, arXiv:2205.05198).
+
+Between g and f every tp rank would do the same work on the same values. There the sequence is sharded over the tp ranks
+instead: g becomes a reduce-scatter, f an all-gather, and norms, dropout and residuals run on a part of the tokens. An
+operator can, where it needs no position but its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import fx
+
+from meg_compile.axes.atoms import Atom, Dims, atoms, leaves
+from meg_compile.axes.infer import Axes
+from meg_compile.axes.layout import Layout
+from meg_compile.axes.op import Op, each
+from meg_compile.errors import Fault, Refused
+from meg_compile.graph.nodes import operand
+from meg_compile.plan import Plan
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """The layout in which sequences are sharded too, and the operators that work in it."""
+
+    layout: Layout
+    axes: frozenset[Atom]
+    nodes: frozenset[fx.Node]
+
+    def at(self, dims: Dims) -> tuple[int, int] | None:
+        """(dim, entries of its axes before the sequence) where a value's sequence lies in plain view, else None."""
+        found = [(i, leaves(dim)) for i, dim in enumerate(dims) if any(a in self.axes for a in atoms(dim))]
+        if len(found) != 1:
+            return None
+        i, parts = found[0]
+        where = [j for j, atom in enumerate(parts) if atom in self.axes]
+        if len(where) != 1:
+            return None
+        before = 1
+        for atom in parts[: where[0]]:
+            before *= atom.size
+        return i, before
+
+
+def shard_sequence(axes: Axes, layout: Layout, plan: Plan) -> Sequence:
+    """Refused for a sequence that tp does not divide, or a model in which none is found."""
+    if not plan.sp or plan.tp == 1:
+        return Sequence(layout, frozenset(), frozenset())
+    found = frozenset(a for op in axes.ops.values() if (a := _positions(op, axes)) is not None)
+    uneven = sorted({a.size for a in found if a.size % plan.tp})
+    if uneven or not found:
+        problem = (
+            f"plan.tp={plan.tp} does not divide the sequence of {uneven[0]}" if uneven else "no sequence was found"
+        )
+        fix = f"use a data.seq_len that {plan.tp} divides, or plan.sp=false" if uneven else "use plan.sp=false"
+        raise Refused(Fault("plan.sp", plan.sp, problem, fix))
+    sequence = Sequence(Layout(layout.tp, layout.sharded | found), found, frozenset())
+    nodes = frozenset(node for node, op in axes.ops.items() if _runs_on_parts(op, layout, sequence))
+    return Sequence(sequence.layout, found, nodes)
+
+
+def _positions(op: Op, axes: Axes) -> Atom | None:
+    """The axis of token positions: the last of the indices by which data looks up an embedding."""
+    if op.lookup is None or op.constant or axes.ops[operand(op.node, 1)].constant:
+        return None
+    last = leaves(op.operands[1][-1])
+    return last[0] if len(last) == 1 and last[0].segments is None and not last[0].torn else None
+
+
+def _runs_on_parts(op: Op, layout: Layout, sequence: Sequence) -> bool:
+    """Whether an operator needs no position but its own, and every result is a part of the sequence."""
+    if op.node.op != "call_function" or not op.grad or layout.touches(op.shapes()):
+        return False
+    if any(a in sequence.axes for dim in [*op.needed, *op.summed] for a in atoms(dim)):
+        return False
+    held = [dims for dims in op.shapes() if any(a in sequence.axes for dim in dims for a in atoms(dim))]
+    outs = list(each(op.out))
+    return bool(outs) and all(out in held for out in outs) and all(sequence.at(dims) is not None for dims in held)
