@@ -52,7 +52,8 @@ def collectives(program: Program) -> list[Collective]:
     plan, found = program.plan, []
     for stage in program.stages:
         for node in stage.graph.nodes:
-            found += [Collective(kind, "tp", *rest, stage.index) for kind, *rest in _of_node(node)]
+            for kind, when, what, size in _of_node(node):
+                found.append(Collective(kind, "tp", when, what, size, stage.index))
         found += [
             Collective("send", "pp", when, f"activation {i}", _bytes(value), stage.index)
             for when, values in (("forward", stage.sent), ("backward", stage.received))

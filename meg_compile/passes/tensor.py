@@ -88,7 +88,7 @@ class _Rewriter:
             if node.op == "call_function":
                 new = self.rewrite(node, op)
             else:
-                new = self.new.node_copy(node, lambda n: self.read(n, node, self.layout))
+                new = self.new.node_copy(node, lambda n, reader=node: self.read(n, reader, self.layout))
             self.env[node] = self.describe(new, node, op.out, self.leaves[node])
         partial = {str(n.target) for n in self.old.nodes if n.op == "get_attr" and self.gets_partial_gradients(n)}
         return TensorParallel(self.new, partial)
@@ -160,15 +160,14 @@ class _Rewriter:
         if not isinstance(op.out, Dims):
             return self.env[node]
         at = self.sequence.at(op.out)
-        in_parts = at is not None and self.leaves[node] is not self.layout
-        if in_parts and layout is self.layout:
-            return self.move(
-                node, reader, layout, "f" if on_shards else "all", gather_to_tp if on_shards else gather_sequence, *at
-            )
-        if at is not None and not in_parts and layout is not self.layout:
-            if op.grad:
+        if at is not None and self.leaves[node] is not layout:
+            if layout is not self.layout and not op.grad:
+                return self.move(node, reader, layout, "part", part_of, spell(op.out, layout))
+            if layout is not self.layout:
                 return self.move(node, reader, layout, "part", cut_sequence, *at)
-            return self.move(node, reader, layout, "part", part_of, spell(op.out, layout))
+            if on_shards:
+                return self.move(node, reader, layout, "f", gather_to_tp, *at)
+            return self.move(node, reader, layout, "all", gather_sequence, *at)
         whole = not holds(self.leaves[node], op.out)
         if whole and on_shards and op.grad and not self.gets_partial_gradients(node):
             return self.move(node, reader, layout, "f", copy_to_tp)
