@@ -14,6 +14,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -129,6 +130,7 @@ class _Rewriter:
         elif op.localise is not None and on_shards:
             target, args, kwargs = op.localise(layout.local, *args, **kwargs)
         new = self.call(node, node.name, target, *args, **kwargs)
+        new.meta["flops"] = op.work * prod(map(layout.local, op.space or ()))
         if op.source and on_shards:
             new = self.call(node, f"{node.name}_part", part_of, new, self.bind(TP), spell(op.out, layout))
         if self.sums(op):
