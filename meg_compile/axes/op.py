@@ -53,6 +53,7 @@ class Op:
     summed:    dims that it sums over: on shards of one the result is a partial sum.
     average:   the sum is divided by the number of entries.
     space:     dims that it loops over, where no single tensor spans them.
+    work:      floating-point operations for each point of that space; 0 where it only moves memory.
     lookup:    the dim that indices point into (an embedding's rows).
     classes:   the dim of a cross entropy's classes.
     split_bias: for a contraction with a bias: (target, positions of its operands, position of the bias).
@@ -72,6 +73,7 @@ class Op:
         self.summed: list[Dim] = []
         self.average = False
         self.space: Dims | None = None
+        self.work = 0
         self.lookup: Dim | None = None
         self.classes: Dim | None = None
         self.split_bias: tuple[Any, tuple[int, ...], int] | None = None

@@ -14,6 +14,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -61,8 +62,11 @@ class _Rewriter:
     def run(self) -> TensorParallel:
         for node in self.old.nodes:
             op = self.axes.ops[node]
-            on_shards = node in self.on_shards
-            new = self.rewrite(node, op) if on_shards else self.new.node_copy(node, self.env.__getitem__)
+            if node in self.on_shards:
+                new = self.rewrite(node, op)
+            else:
+                new = self.new.node_copy(node, self.env.__getitem__)
+                new.meta["flops"] = self.flops(op)
             self.env[node] = self.describe(new, node, op.out)
         partial = {str(n.target) for n in self.old.nodes if n.op == "get_attr" and self.gets_partial_gradients(n)}
         return TensorParallel(self.new, partial)
@@ -81,6 +85,10 @@ class _Rewriter:
             return None
         return operand(node, op.split_bias[2])
 
+    def flops(self, op: Op) -> int:
+        """Floating-point operations of an operator's forward on one rank."""
+        return op.work * prod(map(self.layout.local, op.space or ()))
+
     def sums(self, op: Op) -> bool:
         return any(self.layout.holds(dim) for dim in op.summed)
 
@@ -97,6 +105,7 @@ class _Rewriter:
         elif op.localise is not None:
             target, args, kwargs = op.localise(self.layout.local, *args, **kwargs)
         new = self.call(node, node.name, target, *args, **kwargs)
+        new.meta["flops"] = self.flops(op)
         if op.source:
             new = self.call(node, f"{node.name}_part", part_of, new, self.bind(TP), self.spell(op.out))
         if self.sums(op):

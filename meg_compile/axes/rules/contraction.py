@@ -35,6 +35,7 @@ def contract(op: Op, equation: str, *operands: Dims) -> Dims:
                 mark_produced(dim)
     middle = broadcast(*batch)
     op.space = Dims((*bound.values(), *middle))
+    op.work = 2
     before, dots, after = output.partition("...")
     op.sum(*(dim for label, dim in bound.items() if label not in output), *(() if dots else middle))
     return Dims([bound[c] for c in before] + list(middle if dots else ()) + [bound[c] for c in after])
@@ -109,6 +110,8 @@ def attention(
         op.whole(q[-2], "masks by position")
     if mask is not None:
         broadcast(mask, Dims((*batch, q[-2], k[-2])))
+    op.space = Dims((*batch, q[-2], k[-2], q[-1]))
+    op.work = 4
     if len(q) > 2:
         name(q[-3], "heads")
     name(q[-1], "head_dim")
