@@ -1,4 +1,4 @@
-"""GPT-2 under every plan: the compiled run is the plain one in float64, whatever the layout of qkv or the micro-batch."""
+"""GPT-2 under every plan: the compiled run is the plain one in float64, whatever the qkv layout or the micro-batch."""
 
 from functools import partial
 from itertools import product
