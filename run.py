@@ -5,78 +5,86 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
+from meg_compile import driver
 from meg_compile.config import compose
 from meg_compile.errors import Fault, Refused
+from meg_compile.report import sweep
+from meg_compile.runtime.world import World, join, started_by_torchrun, under_torchrun
 
 CONF = Path(__file__).resolve().parent / "conf"
-REFUSED, STOPPED = 2, 128
 
 
 def main(argv: list[str] | None = None) -> int:
     """Runs one command line. Returns the exit code: 0 success, 1 failure, 2 refused, 128 + signal when stopped."""
-    from meg_compile.driver import follow
-    from meg_compile.runtime.world import join, started_by_torchrun, under_torchrun
-
     argv = sys.argv[1:] if argv is None else argv
     directory = Path.cwd()
-    if str(directory) not in sys.path[:1]:
+    if sys.path[0] != str(directory):
         sys.path.insert(0, str(directory))
     try:
         if not started_by_torchrun():
             return compose_and_run(argv, directory, None)
         world = join()
-        return under_torchrun(follow, world) if world.rank else under_torchrun(compose_and_run, argv, directory, world)
+        if world.rank:
+            return under_torchrun(driver.follow, world)
+        return under_torchrun(compose_and_run, argv, directory, world)
     except KeyboardInterrupt as stop:
-        return STOPPED + (stop.args[0] if stop.args else 2)
+        return 128 + (stop.args[0] if stop.args else 2)
 
 
-def compose_and_run(argv: list[str], directory: Path, world: Any) -> int:
-    """Lets Hydra compose one job, or with -m several, and runs them."""
-    from meg_compile import driver
-    from meg_compile.report import sweep
-
-    swept = compose.swept_keys(argv)
+def compose_and_run(argv: list[str], directory: Path, world: World | None) -> int:
+    """Lets Hydra compose the job, or with -m the jobs, and runs each. Returns the exit code."""
+    swept, sweep_dirs = compose.swept_keys(argv), set()
     jobs: list[sweep.Job] = []
+    ours: list[Exception] = []
 
     @hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")
     def job(cfg: DictConfig) -> None:
+        try:
+            run_job(cfg)
+        except Exception as error:
+            ours.append(error)
+            raise
+
+    def run_job(cfg: DictConfig) -> None:
         context = HydraConfig.get()
-        is_sweep = context.mode == RunMode.MULTIRUN
-        overrides = [setting.lstrip("+") for setting in compose.typed_settings()]
-        varied = [setting for setting in overrides if setting.split("=")[0] in swept]
-        if is_sweep:
-            print(f"\njob {context.job.num}: {' '.join(varied)}", flush=True)
+        settings = [setting.lstrip("+") for setting in compose.typed_settings()]
+        varied = [setting for setting in settings if setting.split("=")[0] in swept]
         plain, faults = compose.composed(cfg)
-        if is_sweep and world is not None:
-            problem = "every job of a sweep starts its own processes"
-            faults.append(Fault("--multirun", None, problem, "run the sweep without torchrun"))
+        if context.mode == RunMode.MULTIRUN:
+            sweep_dirs.add(directory / context.sweep.dir)
+            print(f"\njob {context.job.num}: {' '.join(varied)}", flush=True)
+            if world is not None:
+                problem = "every job of a sweep starts its own processes"
+                faults.append(Fault("--multirun", None, problem, "run the sweep without torchrun"))
         run_dir = Path(context.runtime.output_dir)
         result = driver.run(plain, faults, run_dir, directory, world)
-        jobs.append(sweep.Job(overrides, varied, run_dir, plain.get("plan", {}), result))
+        plan = plain.get("plan")
+        jobs.append(sweep.Job(settings, varied, run_dir, plan if isinstance(plan, dict) else {}, result))
 
     compose.register_resolvers()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # so that Hydra raises what it refuses
     before, sys.argv = sys.argv, [sys.argv[0], *compose.rewrite(argv, CONF)]
     try:
         job()
-    except compose.COMPOSITION_ERRORS as error:
-        if world is not None:
-            world.publish(None)
+    except Exception as error:
+        if error in ours:
+            raise
         print(Refused(compose.composition_fault(error)), file=sys.stderr)
-        return REFUSED
+        return driver.EXIT_CODES["refused"]
     finally:
         sys.argv = before
+        if world is not None and not jobs:
+            world.publish(None)  # nothing to do, so that the other ranks do not wait for it
+        for sweep_dir in sweep_dirs if jobs else ():
+            sweep.report(jobs, sweep_dir)
     codes = {driver.EXIT_CODES[one.result["status"]] for one in jobs}
-    if len(jobs) > 1:
-        sweep.report(jobs, jobs[0].run_dir.parent)
-    return max(codes & {1}, default=max(codes, default=0))
+    return 1 if 1 in codes else max(codes, default=0)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Measure compiled programs against the plain module, against code written by hand, and against DTensor.
 
-Prints, for each pair and size, ours / theirs in seconds of a training step on the CPU, one thread a rank: the median over
-the steps of the ratio within one step, and its quartiles.
+Prints, for each pair and size, ours / theirs in seconds of a training step on the CPU, one thread a rank: the median
+over the steps of the ratio within one step, and its quartiles.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ HEADER = ("pair", "size", "ratio", "quartiles", "bar", "met", "CPU ratio", "step
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("--sizes", type=Size.parse, nargs="+", default=[Size(4, 256), Size(6, 512)], metavar="LxC")
-    parser.add_argument("--steps", type=int, default=25, help="measured steps of each contender (25)")
+    parser.add_argument("--steps", type=int, default=15, help="measured steps of each contender (15)")
     parser.add_argument("--only", nargs="+", choices=KEYS, default=KEYS, help="the pairs to measure (all)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to a file")
     args = parser.parse_args(argv)

@@ -1,7 +1,7 @@
-"""Tensor parallelism by hand, as in Megatron-LM: what an expert would make of the plain model on `group`'s ranks.
+"""Tensor parallelism by hand, as in Megatron-LM: what an expert would make of the plain model.
 
-Collectives work in place. q, k and v share one f; a row-parallel Linear adds its bias after g. Embedding, head and loss are
-parallel over the vocabulary, and the loss takes two all-reduces: the maximum, and both of its sums together.
+Collectives work in place, over all ranks. q, k and v share one f; a row-parallel Linear adds its bias after g.
+Embedding, head and loss are parallel over the vocabulary; the loss takes two all-reduces, its maximum and its sums.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Steps of several contenders taken in turn, in the same processes, so that whatever else the machine does hits all alike."""
+"""Steps of several contenders, taken in turn in the same processes: what else the machine does hits all alike."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -20,7 +21,7 @@ from benchmarks.contenders import Step
 from benchmarks.contests import CONTESTS, Contest, Pair
 from benchmarks.model import Size, batch
 
-WARMUP_STEPS = 3
+WARMUP_STEPS = 2
 LOSS_TOLERANCE = 1e-4
 
 
@@ -59,6 +60,8 @@ def _contest(contest: Contest, size: Size, steps: int) -> list[dict[str, Any]]:
     wall_s: dict[str, list[float]] = {name: [] for name in names}
     cpu_s: dict[str, list[float]] = {name: [] for name in names}
     for step in range(WARMUP_STEPS + steps):
+        if dist.get_rank() == 0:
+            print(f"\r{size}: {', '.join(names)}: step {step + 1} ", end="", file=sys.stderr, flush=True)
         rows = batch(size, contest.rows, step)
         first = step % len(names)
         losses = {}
@@ -68,6 +71,8 @@ def _contest(contest: Contest, size: Size, steps: int) -> list[dict[str, Any]]:
                 wall_s[name].append(wall)
                 cpu_s[name].append(cpu)
         _assert_equal(losses, f"{size}, step {step}")
+    if dist.get_rank() == 0:
+        print(file=sys.stderr)
     return [_row(pair, size, wall_s, cpu_s) for pair in contest.pairs]
 
 

@@ -25,7 +25,7 @@ class Size:
 
     @classmethod
     def parse(cls, text: str) -> Size:
-        """"4x256" -> 4 layers of width 256. ValueError for anything else."""
+        """ "4x256" -> 4 layers of width 256. ValueError for anything else."""
         layers, hidden = map(int, text.split("x"))
         if layers < 2 or hidden < 2 * HEAD_SIZE or hidden % (2 * HEAD_SIZE):
             raise ValueError(f"{text}: takes at least 2 layers, and a hidden size that {2 * HEAD_SIZE} divides")

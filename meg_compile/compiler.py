@@ -16,7 +16,7 @@ from meg_compile.passes.choose import choose
 from meg_compile.passes.partition import Stage, partition
 from meg_compile.passes.sequence import shard_sequence
 from meg_compile.passes.tensor import tensor_parallel
-from meg_compile.passes.tokens import sum_over_tokens
+from meg_compile.passes.tokens import find_limits, sum_over_tokens
 from meg_compile.plan import Plan
 from meg_compile.program import ParamSpec, Program
 from meg_compile.runtime.init import from_module, record
@@ -42,8 +42,8 @@ def compile(
     if dtype is not None and not isinstance(model, nn.Module):
         module = module.to(dtype)
 
-    captured = capture(module, inputs, loss)
-    units = sum_over_tokens(captured.graph)
+    captured = capture(module, inputs, loss, source.value)
+    units, limits = sum_over_tokens(captured.graph), find_limits(captured.graph)
     axes = infer(captured.graph, captured.tensors)
     choice = choose(axes, plan)
     sequence = shard_sequence(axes, choice.layout, plan)
@@ -53,7 +53,7 @@ def compile(
 
     params = _specify(captured, axes, choice.layout, stages, parallel.partial)
     fields = {name: inputs[name].to("meta") for name in captured.fields}
-    return Program(plan, fields, stages, params, units, captured, axes, choice, source)
+    return Program(plan, fields, stages, params, units, limits, captured, axes, choice, source)
 
 
 def _on_meta(captured: Captured, axes: Axes, layout: Layout) -> dict[str, torch.Tensor]:

@@ -1,9 +1,9 @@
 """The tasks: from composed settings to `result.json`, in the process that the user started and in each worker.
 
-    run      check everything that needs no process, then explain, or start the workers (or be one, under torchrun)
-    worker   a worker that `run` started
-    follow   a rank other than 0 under torchrun: hears from rank 0 what to work on
-    work     what all ranks then do: compile, load their shards, verify or train
+- `run`: check everything that needs no process, then explain, or start the workers (or be one, under torchrun);
+- `worker`: a worker that `run` started;
+- `follow`: a rank other than 0 under torchrun, which hears from rank 0 what to work on;
+- `work`: what all ranks then do: compile, load their shards, verify or train.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from meg_compile.config import Config, from_dict, load, save
 from meg_compile.errors import Fault, MegError, Refused
 from meg_compile.prepare import build_dataset, build_model, compile_program, loss_of, prepare
 from meg_compile.program import Program
-from meg_compile.explain.describe import explain, to_dict
 from meg_compile.runtime.executor import Executor
 from meg_compile.runtime.groups import Groups, init_groups
 from meg_compile.runtime.launch import launch
@@ -36,8 +35,8 @@ EXIT_CODES = {"ok": 0, "failed": 1, "refused": 2, "stopped": 130}
 def run(
     plain: Mapping[str, Any], faults: list[Fault], run_dir: Path, directory: Path, world: World | None = None
 ) -> dict[str, Any]:
-    """One run. Returns what it writes to `result.json`: `task`, `status` (a key of `EXIT_CODES`) and the task's figures,
-    or `error`, which is printed here, once.
+    """One run. Returns what it writes to `result.json`: `task`, `status` (a key of `EXIT_CODES`) and the figures of the
+    task, or `error`, which is printed here, once.
 
     plain      composed settings, with the faults found while composing
     directory  where the command was typed
@@ -52,6 +51,7 @@ def run(
         if config.task == "explain":
             return show_plan(config, program, run_dir)
         print(f"{config.task}: {_sizes(config)}; run directory {run_dir}", flush=True)
+        write_json(run_dir / "result.json", outcome | {"error": "it ended before it was done"})
         if world is None:
             return run_workers(config, run_dir)
         world.publish({"run_dir": str(run_dir), "config": config.to_dict()})
@@ -62,6 +62,7 @@ def run(
         outcome |= {"status": "refused", "error": str(error)}
     except KeyboardInterrupt:
         write_json(run_dir / "result.json", outcome | {"status": "stopped"})
+        print("stopped; no process is left", file=sys.stderr, flush=True)
         raise
     except Exception as error:
         outcome["error"] = str(error) if isinstance(error, MegError) else traceback.format_exc()
@@ -86,7 +87,6 @@ def show_plan(config: Config, program: Program, run_dir: Path) -> dict[str, Any]
 def run_workers(config: Config, run_dir: Path) -> dict[str, Any]:
     """Starts the workers, waits for them and returns what rank 0 wrote. RankFailed if one of them failed."""
     nproc = config.num_ranks
-    (run_dir / "result.json").unlink(missing_ok=True)
     device = device_type(config.launch.device, nproc)
     launch("meg_compile.driver:worker", nproc, run_dir, device, config.launch.threads)
     return json.loads((run_dir / "result.json").read_text())

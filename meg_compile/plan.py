@@ -2,26 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from meg_compile.errors import Fault, Refused, nearest
 from meg_compile.mesh import Mesh
 
 SCHEDULES = ("1f1b", "gpipe", "interleaved_1f1b")
-
-
-class PlanFields(Protocol):
-    """What `plan_faults` reads: a `Plan`, or a section of the configuration."""
-
-    tp: int
-    pp: int
-    vpp: int
-    dp: int
-    cp: int
-    sp: bool
-    schedule: str
-    stages: tuple[int, ...] | list[int] | None
 
 
 @dataclass(frozen=True)
@@ -33,7 +20,7 @@ class Plan:
     vpp       stages (chunks) per pipeline rank; more than 1 needs schedule="interleaved_1f1b"
     dp        replicas that read different rows (data parallel)
     cp        ranks that share a sequence (context parallel); only 1
-    sp        split the sequence over the tp ranks between layers (sequence parallel); only False
+    sp        shard the sequence over the tp ranks between g and f (sequence parallel)
     schedule  one of `SCHEDULES`
     stages    blocks per stage in order, pp*vpp numbers; None lets the compiler balance them
     strict    refuse a model with an axis that tp does not divide, rather than keep those layers whole
@@ -50,7 +37,7 @@ class Plan:
     strict: bool = True
 
     def __post_init__(self) -> None:
-        if faults := plan_faults(self):
+        if faults := plan_faults(**vars(self)):
             raise Refused(faults)
 
     @property
@@ -64,47 +51,47 @@ class Plan:
         return self.pp * self.vpp
 
 
-def plan_faults(plan: PlanFields) -> list[Fault]:
-    """Everything about a plan that cannot work whatever the model is, keyed as in the configuration."""
-    sizes = {name: getattr(plan, name) for name in ("tp", "pp", "vpp", "dp", "cp")}
+def plan_faults(
+    *,
+    tp: int,
+    pp: int,
+    vpp: int,
+    dp: int,
+    cp: int,
+    sp: bool,
+    schedule: str,
+    stages: Sequence[int] | None,
+    strict: bool,
+) -> list[Fault]:
+    """Everything about the fields of a `Plan` that cannot work whatever the model is, keyed as in the configuration."""
+    sizes = {"tp": tp, "pp": pp, "vpp": vpp, "dp": dp, "cp": cp}
     faults = [
         Fault(f"plan.{name}", size, "a size counts ranks, so it is at least 1", f"use plan.{name}=1 for none")
         for name, size in sizes.items()
         if size < 1
     ]
-    if plan.cp > 1:
-        faults.append(Fault("plan.cp", plan.cp, "context parallelism is not available", "use plan.cp=1"))
-    if plan.schedule not in SCHEDULES:
-        guess = nearest(plan.schedule, SCHEDULES)
-        hint = f"did you mean {guess}? There are {', '.join(SCHEDULES)}" if guess else f"use one of {', '.join(SCHEDULES)}"
-        faults.append(Fault("plan.schedule", plan.schedule, "no such schedule", hint))
-    elif plan.vpp > 1 and plan.schedule != "interleaved_1f1b":
-        faults.append(
-            Fault(
-                "plan.vpp",
-                plan.vpp,
-                f"plan.schedule={plan.schedule} runs one stage per rank",
-                "use plan.schedule=interleaved_1f1b, or plan.vpp=1",
-            )
-        )
-    if plan.vpp > 1 and plan.pp == 1:
-        faults.append(
-            Fault("plan.vpp", plan.vpp, "only a pipeline has stages to interleave", "use plan.vpp=1, or plan.pp=2 or more")
-        )
-    return faults + _stages_faults(plan)
+    if cp > 1:
+        faults.append(Fault("plan.cp", cp, "context parallelism is not available", "use plan.cp=1"))
+    if schedule not in SCHEDULES:
+        guess = nearest(schedule, SCHEDULES)
+        hint = (f"did you mean {guess}? " if guess else "") + f"There are {', '.join(SCHEDULES)}"
+        faults.append(Fault("plan.schedule", schedule, "no such schedule", hint))
+    elif vpp > 1 and schedule != "interleaved_1f1b":
+        problem = f"plan.schedule={schedule} runs one stage per rank"
+        faults.append(Fault("plan.vpp", vpp, problem, "use plan.schedule=interleaved_1f1b, or plan.vpp=1"))
+    if vpp > 1 and pp == 1:
+        problem = "only a pipeline has stages to interleave"
+        faults.append(Fault("plan.vpp", vpp, problem, "use plan.vpp=1, or plan.pp=2 or more"))
+    return faults + ([] if stages is None else _stages_faults(pp, vpp, stages))
 
 
-def _stages_faults(plan: PlanFields) -> list[Fault]:
-    if plan.stages is None:
-        return []
-    shown = "[" + ",".join(map(str, plan.stages)) + "]"
+def _stages_faults(pp: int, vpp: int, stages: Sequence[int]) -> list[Fault]:
+    shown = "[" + ",".join(map(str, stages)) + "]"
     faults = []
-    num_stages = plan.pp * plan.vpp
-    if min(plan.pp, plan.vpp) >= 1 and len(plan.stages) != num_stages:
-        fix = f"give {num_stages} numbers, or plan.stages=null for a balanced cut"
-        faults.append(
-            Fault("plan.stages", shown, f"{len(plan.stages)} stages for pp={plan.pp} x vpp={plan.vpp} = {num_stages}", fix)
-        )
-    if any(blocks < 0 for blocks in plan.stages):
+    if min(pp, vpp) >= 1 and len(stages) != pp * vpp:
+        problem = f"{len(stages)} stages for pp={pp} x vpp={vpp} = {pp * vpp}"
+        fix = f"give {pp * vpp} numbers, or plan.stages=null for a balanced cut"
+        faults.append(Fault("plan.stages", shown, problem, fix))
+    if any(blocks < 0 for blocks in stages):
         faults.append(Fault("plan.stages", shown, "a stage cannot have less than 0 blocks", "use counts of blocks"))
     return faults

@@ -20,7 +20,7 @@ from meg_compile.train.rows import example
 # A model of up to this many parameters is compared with the plain one before training, unless told otherwise.
 MAX_CHECKED_PARAMETERS = 10_000_000
 # What the compiler looks at: with a fault among these its own refusals would only repeat it.
-COMPILED = ("task", "precision", "model", "loss", "plan", "data", "train.micro_batch_size", "train.global_batch_size")
+COMPILED = ("task", "precision", "model", "loss", "plan", "data", "train.micro_batch_size")
 
 
 def prepare(
@@ -40,7 +40,9 @@ def prepare(
     if config is None or any(_concerns(fault.key) for fault in faults):
         raise Refused(faults)
     try:
-        program = compile_program(config, None if config.task == "explain" else build_dataset(config))
+        dataset = None if config.task == "explain" else build_dataset(config)
+        program = compile_program(config, dataset)
+        faults += _vocabulary_faults(config, program, dataset)
     except Refused as error:
         if faults:
             raise Refused([*faults, *error.faults]) from error
@@ -85,6 +87,24 @@ def compile_program(config: Config, dataset: Any) -> Program:
         raise
 
 
+def _vocabulary_faults(config: Config, program: Program, dataset: Any) -> list[Fault]:
+    """Token ids that an embedding has no row for, as far as the dataset says (`vocab_size`) or its first row shows."""
+    if dataset is None:
+        return []
+    inputs, faults = _inputs(config, dataset), []
+    for node in program.captured.graph.find_nodes(op="call_function", target=torch.ops.aten.embedding.default):
+        table, index = node.args[:2]
+        if table.op != "get_attr" or index.op != "placeholder" or index.target not in inputs:
+            continue
+        rows = program.params[table.target].shape[0]
+        largest = max(getattr(dataset, "vocab_size", 0) - 1, int(inputs[index.target].max()))
+        if largest >= rows:
+            problem = f"its {index.target} go up to {largest}, and {table.target} of the model has {rows} rows"
+            fix = f"give the model {largest + 1} rows, or use other data"
+            faults.append(Fault("data._target_", config.data.target, problem, fix))
+    return faults
+
+
 def build_model(config: Config) -> nn.Module:
     """The plain model, as its class makes it. Raises what the class raises; Refused for what is no module."""
     model = config.model.build()
@@ -105,7 +125,8 @@ def loss_of(config: Config) -> Callable[[Tensor, Tensor], Tensor]:
 def _inputs(config: Config, dataset: Any) -> dict[str, Tensor]:
     rows = config.train.micro_batch_size
     if dataset is None and config.data.target.startswith(OWN):
-        return {name: torch.empty(rows, config.data.args["seq_len"], dtype=torch.int64) for name in ("input_ids", "labels")}
+        tokens = torch.empty(rows, config.data.args["seq_len"], dtype=torch.int64)
+        return {"input_ids": tokens, "labels": tokens}
     dataset = _built("data", config) if dataset is None else dataset
     try:
         return example(dataset, rows, config.data.fields, DTYPES[config.precision])
@@ -129,7 +150,8 @@ def _unbuildable(section: str, config: Config, error: Exception) -> Refused:
     target = getattr(config, section)
     given = ", ".join(f"{name}={value}" for name, value in target.args.items()) or "no arguments"
     problem = f"building it with {given} raised {type(error).__name__}: {error}"
-    return Refused(Fault(f"{section}._target_", target.target, problem, f"change its arguments, as {section}.NAME=VALUE"))
+    fix = f"change its arguments, as {section}.NAME=VALUE"
+    return Refused(Fault(f"{section}._target_", target.target, problem, fix))
 
 
 def _concerns(key: str) -> bool:

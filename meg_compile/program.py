@@ -14,7 +14,7 @@ from meg_compile.explain.describe import explain, to_dict
 from meg_compile.graph.capture import Captured
 from meg_compile.passes.choose import Choice
 from meg_compile.passes.partition import Stage
-from meg_compile.passes.tokens import Units
+from meg_compile.passes.tokens import Limit, Units
 from meg_compile.plan import Plan
 
 
@@ -22,6 +22,10 @@ class Source(Protocol):
     """Where starting weights come from: wanted(name) cuts a rank's shard out of a whole tensor, or is None."""
 
     def replay(self, wanted: Any, seed: int | None = None) -> Iterator[tuple[str, torch.Tensor]]: ...
+
+    def value(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The real value of a tensor that the model holds outside its parameters and buffers."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -79,6 +83,7 @@ class Program:
     stages:           pp * vpp stages; stage s runs on pipeline rank s % pp.
     params:           every parameter and buffer by the user's name.
     units:            what the loss of a micro-batch is a sum over.
+    limits:           the fields that hold indices, and how far they reach.
     captured, axes, choice:  what the stages were made from, for explanations.
     source:           the starting weights; None for a model that was given on meta.
     """
@@ -88,6 +93,7 @@ class Program:
     stages: list[Stage]
     params: dict[str, ParamSpec]
     units: Units
+    limits: list[Limit]
     captured: Captured
     axes: Axes
     choice: Choice

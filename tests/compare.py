@@ -2,8 +2,8 @@
 
     program = check(case, Plan(tp=2, pp=2), micro_batch_size=1)
 
-`check` trains `case.build()` plainly on the whole global batch, and compiled for the plan on its ranks, and compares the
-starting weights (bit-equal), and after each step the loss, every whole gradient, the gradient norm and the weights.
+`check` trains `case.build()` plainly on the whole global batch, and compiled for the plan on its ranks, and compares
+the starting weights (bit-equal), and after each step the loss, every whole gradient, the gradient norm and the weights.
 Ranks that hold the same values must hold the same bits. What the plan shards must be exactly what the case expects.
 """
 
@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from threads import run_threads
 from torch import Tensor, nn
 
 import meg_compile.compiler as compiler
@@ -24,11 +25,10 @@ from meg_compile.plan import Plan
 from meg_compile.program import Program
 from meg_compile.runtime.executor import Executor
 from meg_compile.runtime.groups import init_groups
-from threads import run_threads
 
-SEED, LR, STEPS = 1234, 0.1, 2
+SEED, STEPS = 1234, 2
 TOLERANCE = 1e-9  # relative; sums in another order differ by about 1e-13 in float64, a fault by 1e-6 and more
-NEGLIGIBLE = 1e-4  # of the largest gradient: smaller ones (a key's bias under softmax has none) are compared with this
+NEGLIGIBLE = 1e-2  # of the largest gradient: smaller ones (a key bias under softmax has none) are compared with this
 
 Batch = dict[str, Tensor]
 
@@ -47,6 +47,7 @@ class Case:
     objective:  the plain scalar that is trained, from a model and a global batch.
     loss:       the loss that the compiler gets; None where the model returns its own.
     sharded:    patterns of the parameters that every tp > 1 shards; all others stay whole.
+    lr:         the learning rate.
     """
 
     build: Callable[[], nn.Module]
@@ -54,6 +55,7 @@ class Case:
     sharded: tuple[str, ...]
     objective: Callable[[nn.Module, Batch], Tensor] = token_loss
     loss: Callable[..., Tensor] | None = cross_entropy
+    lr: float = 0.1
 
 
 @dataclass
@@ -88,7 +90,7 @@ def plain(case: Case) -> Run:
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.grad is not None:
-                    parameter -= LR * parameter.grad
+                    parameter -= case.lr * parameter.grad
     run.end = _values(model)
     return run
 
@@ -111,14 +113,18 @@ def train(case: Case, program: Program) -> tuple[Run, list[tuple[Coords, dict[st
     def rank_main(rank: int):
         groups = init_groups(plan.mesh, "cpu")
         executor = Executor(program, groups, torch.device("cpu"))
+        torch.distributed.barrier()  # threads share one random generator: no rank may draw while another seeds its own
         executor.load()
+        torch.distributed.barrier()
         start = dict(executor.gather("value"))
         for of_step, count in zip(replicas, counts, strict=True):
             for parameter in executor.parameters.values():
                 parameter.grad = None
             loss = executor.run(of_step[groups.coords.dp], 1 / count)
             executor.reduce_gradients()
-            mine = torch.tensor([loss if groups.coords.tp == 0 else 0.0, executor.norm_squared().item()], dtype=torch.float64)
+            mine = torch.tensor(
+                [loss if groups.coords.tp == 0 else 0.0, executor.norm_squared().item()], dtype=torch.float64
+            )
             torch.distributed.all_reduce(mine)
             grads = dict(executor.gather("grad"))
             if rank == 0:
@@ -128,7 +134,7 @@ def train(case: Case, program: Program) -> tuple[Run, list[tuple[Coords, dict[st
             with torch.no_grad():
                 for parameter in executor.parameters.values():
                     if parameter.grad is not None:
-                        parameter -= LR * parameter.grad
+                        parameter -= case.lr * parameter.grad
         end = dict(executor.gather("value"))
         if rank == 0:
             run.start, run.end = start, end
@@ -168,7 +174,7 @@ def assert_close(got: dict[str, Tensor], right: dict[str, Tensor], what: str) ->
     largest = max(tensor.abs().max().item() for tensor in right.values() if tensor.numel())
     wrong = {}
     for name, tensor in right.items():
-        scale = max(tensor.abs().max().item(), NEGLIGIBLE * largest)
+        scale = max(tensor.abs().max().item(), NEGLIGIBLE * largest, 1e-300)
         error = (got[name] - tensor).abs().max().item() / scale
         if not error <= TOLERANCE:
             wrong[name] = f"{error:.1e}"

@@ -1,8 +1,9 @@
 """Random programs, for tests that a compilation is never wrong whatever the model does.
 
-`RandomModel(seed)` draws a list of steps, each a small function of earlier values and of parameters of its own, and puts
-them into numbered blocks. Most steps come from what models do between Linears (views, splits, rotations, softmaxes,
-norms, residuals); some are there because they trap a compiler (mixing over an axis twice, cutting it unevenly, scans).
+`RandomModel(seed)` draws a list of steps, each a small function of earlier values and of parameters of its own, and
+puts them into numbered blocks. Most steps come from what models do between Linears (views, splits, rotations,
+softmaxes, norms, residuals); some are there because they trap a compiler (mixing over an axis twice, cutting it
+unevenly, scans).
 """
 
 from __future__ import annotations
@@ -80,6 +81,7 @@ class _Author:
         self.shapes = [(BATCH, SEQ, WIDTH)]
         self.floats = [0]
         self.block: Block = model.h[0]
+        self.num_params = 0
 
     def write(self, steps: int) -> None:
         model, draw = self.model, self.draw
@@ -109,7 +111,8 @@ class _Author:
             self.add("residual", torch.add, [len(self.shapes) - 1, self.draw.choice(same)])
 
     def param(self, *shape: int, scale: float = 0.4) -> str:
-        name = f"p{len(list(self.block.parameters()))}"
+        name = f"p{self.num_params}"
+        self.num_params += 1
         self.block.register_parameter(name, nn.Parameter(torch.randn(*shape) * scale))
         return name
 
@@ -147,9 +150,9 @@ class _Author:
         inner = self.draw.choice([16, 16, 24, 32])
         self.linear(i, inner)
         for _ in range(self.draw.randrange(1, 4)):
-            self.draw.choice([_Author.unary, _Author.gain, _Author.rotate, _Author.positions, _Author.softmax, _Author.rms])(
-                self, len(self.shapes) - 1
-            )
+            self.draw.choice(
+                [_Author.unary, _Author.gain, _Author.rotate, _Author.positions, _Author.softmax, _Author.rms]
+            )(self, len(self.shapes) - 1)
         self.linear(len(self.shapes) - 1, self.shapes[i][-1])
 
     def gated(self, i: int) -> None:
@@ -213,7 +216,9 @@ class _Author:
     def addmm(self, i: int) -> None:
         shape = self.shapes[i]
         params = [self.param(12), self.param(shape[-1], 12)]
-        self.add("addmm", lambda x, b, w: torch.addmm(b, x.reshape(-1, shape[-1]), w).view(*shape[:-1], 12), [i], params)
+        self.add(
+            "addmm", lambda x, b, w: torch.addmm(b, x.reshape(-1, shape[-1]), w).view(*shape[:-1], 12), [i], params
+        )
 
     def shared_weight(self, i: int) -> None:
         """One matrix forward and transposed."""
@@ -405,7 +410,12 @@ class _Author:
 
     def scan(self, i: int) -> None:
         d, _ = self.dim(i)
-        functions = [lambda x: x.cumsum(d) * 0.2, lambda x: x.flip(d) + x, lambda x: x.roll(1, d), lambda x: x + x.std(d, keepdim=True)]
+        functions = [
+            lambda x: x.cumsum(d) * 0.2,
+            lambda x: x.flip(d) + x,
+            lambda x: x.roll(1, d),
+            lambda x: x * (x.var(d, False, True) + 0.1).sqrt(),
+        ]
         self.add("scan", self.draw.choice(functions), [i])
 
     def scores(self, i: int) -> None:
@@ -430,8 +440,9 @@ class _Author:
             self.add("attend", lambda x, y: F.scaled_dot_product_attention(x, y, y), [i, j])
 
 
-_NAMES = """linear linear linear pair pair pair gated gated attention attention attention einsum einsum addmm shared_weight low_rank
-    unary unary binary gain gain positions masked where detached constant_gain view view view merge merge permute transpose
-    reshape_all expand repeat_interleave repeat split rotate interleaved_rotate slice stride cat cat_param stack select
-    unbind pick pad softmax norm rms reduce reduce centred scan scores gram mix attend""".split()
+_NAMES = """linear linear linear pair pair pair gated gated attention attention attention einsum einsum addmm
+    shared_weight low_rank unary unary binary gain gain positions masked where detached constant_gain view view view
+    merge merge permute transpose reshape_all expand repeat_interleave repeat split rotate interleaved_rotate slice
+    stride cat cat_param stack select unbind pick pad softmax norm rms reduce reduce centred scan scores gram mix
+    attend""".split()
 _STEPS = {name: getattr(_Author, name) for name in _NAMES}

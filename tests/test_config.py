@@ -12,7 +12,7 @@ import run
 from meg_compile import config as configuration
 from meg_compile import driver
 from meg_compile.config import Config, Here, resolve
-from meg_compile.config.compose import rewrite
+from meg_compile.config.compose import _new_run, rewrite
 from meg_compile.config.schema import PlanConfig
 from meg_compile.plan import Plan
 
@@ -107,7 +107,9 @@ def test_the_largest_published_models_have_heads_of_96(composed):
 
 
 def test_numbers_are_numbers_wherever_they_are_written(composed, tmp_path):
-    (tmp_path / "mine.yaml").write_text("defaults: [config, _self_]\noptim: {lr: 1e-4, eps: '1e-9'}\ntrain: {steps: '7'}")
+    (tmp_path / "mine.yaml").write_text(
+        "defaults: [config, _self_]\noptim: {lr: 1e-4, eps: '1e-9'}\ntrain: {steps: '7'}"
+    )
     (from_file,) = composed("--config-dir", ".", "--config-name", "mine")
     (typed,) = composed("optim.lr=1e-4")
     swept = composed("-m", "optim.lr=1e-5,1e-4,1")
@@ -120,7 +122,9 @@ def test_numbers_are_numbers_wherever_they_are_written(composed, tmp_path):
 def test_a_new_target_does_not_get_the_old_ones_arguments(composed, tmp_path):
     (config,) = composed("model._target_=user_code.Net", "+model.width=512")
     assert config.model.args == {"width": 512}
-    (config,) = composed("model._target_=user_code.Net", "data._target_=user_code.Rows", "+data.n=4", "data.shuffle=false")
+    (config,) = composed(
+        "model._target_=user_code.Net", "data._target_=user_code.Rows", "+data.n=4", "data.shuffle=false"
+    )
     assert config.model.args == {} and config.data.args == {"n": 4} and config.data.shuffle is False
     (tmp_path / "mine.yaml").write_text("defaults: [config, _self_]\nmodel: {_target_: user_code.Net, layers: 4}")
     (config,) = composed("--config-dir", ".", "--config-name", "mine", "model.width=3")
@@ -176,7 +180,9 @@ def test_torchrun_must_have_started_as_many_processes_as_the_plan_needs(composed
     plain = config.to_dict()
     assert resolve(plain, [], Here(world_size=4, local_size=4), Path.cwd())[1] == []
     (fault,) = resolve(plain, [], Here(world_size=1, local_size=1), Path.cwd())[1]
-    assert str(fault).startswith("WORLD_SIZE=1: torchrun started 1 processes, and the plan needs tp 2 x cp 1 x dp 1 x pp 2 = 4")
+    assert str(fault).startswith(
+        "WORLD_SIZE=1: torchrun started 1 processes, and the plan needs tp 2 x cp 1 x dp 1 x pp 2 = 4"
+    )
     assert "--nproc-per-node 4" in fault.fix
 
 
@@ -204,6 +210,10 @@ def test_rewrite(typed, rewritten):
 
 def test_rewrite_leaves_the_values_of_flags_alone():
     assert rewrite(["--config-name", "a=b", "train.steps=1"], CONF) == ["--config-name", "a=b", "++train.steps=1"]
+
+
+def test_runs_of_one_second_have_names_of_their_own():
+    assert len({_new_run() for _ in range(100)}) == 100
 
 
 def test_every_setting_is_documented():

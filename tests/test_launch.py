@@ -1,4 +1,4 @@
-"""Worker processes: started over loopback, and all gone soon after one of them fails, with the cause shown once (C26)."""
+"""Worker processes: started over loopback, and all gone soon after one fails, with the cause shown once (C26)."""
 
 import json
 import os
@@ -121,7 +121,7 @@ def test_nothing_listens_beyond_loopback(tmp_path):
         assert all(address == "127.0.0.1" for address in addresses), addresses
     finally:
         parent.terminate()
-        parent.wait()
+        parent.communicate(timeout=SECONDS_TO_STOP)
     assert_all_gone(tmp_path)
 
 
@@ -257,6 +257,29 @@ def test_a_rank_that_fails_while_the_model_is_built(tmp_path):
     assert_all_gone(only_run(tmp_path))
 
 
+LOSSES = [11.1506565856, 9.7424968977, 8.9230111609, 7.4430283349, 6.9973621078]
+NORMS = [4.1771919503, 4.0747527864, 3.7249363182, 3.406054166, 2.9133472982]
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "plan", ["plan=pp2", "plan=pp2_dp2", "plan=pp2 plan.vpp=2 plan.schedule=interleaved_1f1b train.micro_batch_size=1"]
+)
+def test_the_loss_on_the_screen_is_the_loss_once_a_step(plan, tmp_path):
+    ran = run_py(tmp_path, *TINY, "data._target_=models.FixedRows", *plan.split())
+    assert ran.returncode == 0, ran.stderr
+    lines = [line for line in ran.stdout.splitlines() if line.startswith("step ")]
+    expected = zip(LOSSES, NORMS, strict=True)
+    assert [line.split("  ")[:4] for line in lines] == [
+        [f"step {step}/5", f"loss {loss:.4f}", f"grad_norm {norm:.4f}", "lr 1.0e-01"]
+        for step, (loss, norm) in enumerate(expected, 1)
+    ]
+    records = [json.loads(line) for line in (only_run(tmp_path) / "metrics.jsonl").read_text().splitlines()]
+    assert [record["loss"] for record in records] == pytest.approx(LOSSES, rel=1e-9)
+    assert [record["grad_norm"] for record in records] == pytest.approx(NORMS, rel=1e-9)
+
+
 @pytest.mark.dist
 @pytest.mark.slow
 def test_torchrun_one_directory_and_one_voice(tmp_path):
@@ -266,7 +289,7 @@ def test_torchrun_one_directory_and_one_voice(tmp_path):
     run_dir = only_run(tmp_path)
     assert {"config.yaml", "plan.json", "metrics.jsonl", "result.json", ".hydra"} <= set(os.listdir(run_dir))
     losses = [json.loads(line)["loss"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    assert losses == pytest.approx([11.1506565856, 9.7424968977, 8.9230111609, 7.4430283349, 6.9973621078], rel=1e-9)
+    assert losses == pytest.approx(LOSSES, rel=1e-9)
     assert json.loads((run_dir / "result.json").read_text())["status"] == "ok"
 
 

@@ -1,4 +1,4 @@
-"""GPT-2 under every plan: the compiled run is the plain one, in float64, whatever the layout of qkv or the micro-batch."""
+"""GPT-2 under every plan: the compiled run is the plain one in float64, whatever the qkv layout or the micro-batch."""
 
 from functools import partial
 from itertools import product
@@ -7,7 +7,7 @@ import pytest
 from models import FixedRows
 from runs import config, on_ranks
 
-from meg_compile.models.gpt2 import QKV_LAYOUTS, GPT2
+from meg_compile.models.gpt2 import GPT2, QKV_LAYOUTS
 from meg_compile.models.loss import cross_entropy
 from meg_compile.verify import verify
 

@@ -34,6 +34,11 @@ class Short(Net):
             raise ValueError(f"{ids.shape[1]} tokens do not fit in 16")
         return super().forward(ids)
 
+class Tiny(Net):
+    def __init__(self):
+        super().__init__(8)
+        self.emb = nn.Embedding(64, 8)
+
 class Picky(nn.Module):
     def __init__(self):
         raise RuntimeError("built on a Tuesday")
@@ -105,6 +110,7 @@ CASES = [
     case("task=trian", "task=trian", "did you mean train?", "explain, verify"),
     case("precision=bf16", "precision=bf16", "not available yet", "fp32, fp64"),
     case("precision=fp16", "precision=fp16", "not available yet", "fp32, fp64"),
+    case("precision=[fp32]", "precision=['fp32']", "did you mean fp32?"),
     case("plan.schedule=1b1f", "plan.schedule=1b1f", "1f1b", "gpipe"),
     case("optim.name=adam", "optim.name=adam", "adamw"),
     case("optim.schedule=linear", "optim.schedule=linear", "cosine, constant"),
@@ -112,7 +118,7 @@ CASES = [
     # values that cannot be
     case("plan.tp=0", "plan.tp=0", "at least 1"),
     case("plan.dp=-1", "plan.dp=-1", "at least 1"),
-    case("plan.sp=true", "plan.sp=True", "plan.sp=false"),
+    case("plan.sp=true data.seq_len=33", "plan.sp=True", "plan.tp=2 does not divide the sequence of 33"),
     case("plan.cp=2", "plan.cp=2", "plan.cp=1"),
     case("plan.vpp=2", "plan.vpp=2", "plan.schedule=interleaved_1f1b"),
     case("plan.stages=[1,2,1]", "plan.stages=[1,2,1]", "pp=2 x vpp=1 = 2"),
@@ -170,19 +176,30 @@ CASES = [
     case("data._target_=user_code.Few", "train.global_batch_size=16", "5 rows"),
     case("data._target_=user_code.Broken train.global_batch_size=4", "data._target_=user_code.Broken", "no such row"),
     case("data.fields=[input_id,labels]", "data.fields", "input_id", "input_ids?"),
+    case("model._target_=user_code.Tiny", "data._target_", "go up to 255", "emb.weight of the model has 64 rows"),
     case("model.hidden=130", "model._target_", "hidden=130 does not divide into heads=4"),
     # what only the compiler can tell
     case("model.heads=6 model.hidden=96 plan.tp=4", "plan.tp=4", "6 heads", "1, 2, 3 or 6"),
     case("model._target_=user_code.Short +model.width=8 plan=single", "128 tokens do not fit in 16"),
+    case(
+        "model._target_=models.TinyGPT +model.d=24 +model.heads=6 +model.vocab=102 experiment=plain_sgd "
+        "data._target_=models.FixedRows plan=single plan.tp=5",
+        "plan.tp=5",
+        "96 ffn",
+        "6 heads",
+        "1, 2, 3 or 6",
+        faults=2,
+    ),
     case("plan.pp=16 train.global_batch_size=64", "plan.pp"),
     # several at once
     case("plan.tp=two plan.foo=1 optim.lr=0 data.path=x.txt", "plan.tp=two", "plan.foo", "optim.lr", "x.txt", faults=4),
     case(
-        "model.heads=6 model.hidden=96 plan.tp=4 optim.lr=0",
+        "model.heads=6 model.hidden=96 plan.tp=4 optim.lr=0 train.global_batch_size=7",
         "plan.tp=4",
         "6 heads",
         "optim.lr=0.0",
-        faults=2,
+        "train.global_batch_size=7",
+        faults=3,
     ),
     # what Hydra refuses
     case("plan.tp=[1", "plan.tp=[1"),
@@ -246,7 +263,7 @@ YAML_CASES = [
 @pytest.mark.parametrize("text, key, hint", YAML_CASES)
 def test_a_file_of_the_user_is_refused_too(text, key, hint, command, tmp_path):
     (tmp_path / "mine.yaml").write_text(text)
-    code, out, err = command("--config-dir", ".", "--config-name", "mine")
+    code, _, err = command("--config-dir", ".", "--config-name", "mine")
     assert code == 2
     assert err.count("cannot run") == 1 and "Traceback" not in err
     assert key in err and hint in err, err

@@ -35,7 +35,9 @@ def resolve(
     reading = read(plain, faults)
     for key in PATHS:
         if isinstance(path := reading.values.get(key), str):
-            reading.values[key] = _absolute(path, directory, reading.values.get("data._target_") if "data" in key else OWN)
+            reading.values[key] = _absolute(
+                path, directory, reading.values.get("data._target_") if "data" in key else OWN
+            )
     rules.check(reading, here)
     if not reading.is_complete:
         return None, reading.faults

@@ -21,15 +21,13 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, OverrideParseException
 from hydra.types import RunMode
 from omegaconf import DictConfig, ListConfig, OmegaConf
-from yaml import YAMLError
 from omegaconf.errors import InterpolationResolutionError, MissingMandatoryValue, OmegaConfBaseException
 
-from meg_compile.errors import Fault, Refused, nearest
+from meg_compile.errors import Fault, nearest
 
 ASSIGNMENT = re.compile(r"\+{0,2}(?P<key>[^=@/~+]+)=")
 TARGET_SECTIONS = ("model", "loss", "data")
 OWN_DATA_KEYS = ("shuffle", "fields")
-COMPOSITION_ERRORS = (HydraException, OmegaConfBaseException, YAMLError)
 
 
 def register_resolvers() -> None:
@@ -38,7 +36,7 @@ def register_resolvers() -> None:
 
 
 def _new_run() -> str:
-    return f"{datetime.now():%Y-%m-%d_%H-%M-%S}_{secrets.token_hex(2)}"
+    return f"{datetime.now():%Y-%m-%d_%H-%M-%S}_{secrets.token_hex(3)}"
 
 
 def rewrite(argv: Sequence[str], conf: Path) -> list[str]:
@@ -74,9 +72,12 @@ def swept_keys(argv: Sequence[str]) -> set[str]:
 
 def typed_settings() -> list[str]:
     """The settings of the current Hydra job as they were typed."""
-    overrides = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
-    assert isinstance(overrides, list)
-    return [str(override) for override in overrides]
+    return _as_typed(HydraConfig.get().overrides.task)
+
+
+def _as_typed(overrides: Any) -> list[str]:
+    typed = OmegaConf.to_container(overrides, resolve=False)  # an override may hold an interpolation
+    return [str(override) for override in typed] if isinstance(typed, list) else []
 
 
 def composition_fault(error: BaseException) -> Fault:
@@ -143,10 +144,9 @@ def _missing_presets() -> Iterator[Fault]:
     """Choices of presets that do not exist. Our defaults are `optional`, so that Hydra lets them through."""
     loader = GlobalHydra.instance().config_loader()
     for group, choice in HydraConfig.get().runtime.choices.items():
-        if group.startswith("hydra/") or choice is None:
-            continue
-        options = sorted(loader.get_group_options(group))
-        if choice not in options:
+        folder = group.partition("@")[0]
+        if isinstance(choice, str) and not loader.repository.config_exists(f"{folder}/{choice}"):  # type: ignore[attr-defined]
+            options = sorted(loader.get_group_options(folder))
             guess = nearest(str(choice), options)
             start = f"did you mean {group}={guess}? " if guess else ""
             yield Fault(group, choice, "there is no such preset", f"{start}There are {', '.join(options)}")
@@ -168,14 +168,14 @@ def _current_arguments(section: str, writings: list[dict[str, Any]]) -> set[str]
 def _writings() -> Iterator[dict[str, Any]]:
     """What each config file, in order, and then the command line writes, by section."""
     hydra, loader = HydraConfig.get(), GlobalHydra.instance().config_loader()
-    overrides = [*OmegaConf.to_container(hydra.overrides.hydra, resolve=False), *typed_settings()]
+    overrides = [*_as_typed(hydra.overrides.hydra), *typed_settings()]
     for default in loader.compute_defaults_list(hydra.job.config_name, overrides, RunMode.RUN).defaults:
         if default.config_path is None or default.config_path.startswith("hydra/"):
             continue
         loaded = loader.repository.load_config(default.config_path)  # type: ignore[attr-defined]
         content = None if loaded is None else OmegaConf.to_container(loaded.config, resolve=False)
         if isinstance(content, dict):
-            yield {default.package: content} if default.package else content
+            yield {default.package: content} if default.package else {str(key): part for key, part in content.items()}
     yield _by_section(typed_settings())
 
 

@@ -56,7 +56,7 @@ def schema_keys(schema: type = Config, prefix: str = "") -> list[str]:
     keys = []
     for name, hint in _hints(schema).items():
         keys.append(prefix + name)
-        if is_dataclass(hint):
+        if is_dataclass(hint) and isinstance(hint, type):
             keys += schema_keys(hint, f"{prefix}{name}.")
     return keys
 
@@ -133,7 +133,7 @@ def _mismatch(key: str, value: Any, hint: Any, wanted: str) -> Fault:
     shown = "null" if value is None else value
     if typing.get_origin(hint) is not typing.Literal:
         return Fault(key, shown, f"must be {wanted}, not {kind(value)}", f"use {describe(hint)}")
-    guess = nearest(str(value), [str(one) for one in typing.get_args(hint)])
-    problem = LATER.get(value, "no such choice") if isinstance(value, str) else "no such choice"
-    hint_text = f"did you mean {guess}? Use {wanted}" if guess and value not in LATER else f"use {wanted}"
-    return Fault(key, shown, problem, hint_text)
+    later = LATER.get(value) if isinstance(value, str) else None
+    guess = None if later else nearest(str(value), [str(one) for one in typing.get_args(hint)])
+    fix = f"did you mean {guess}? Use {wanted}" if guess else f"use {wanted}"
+    return Fault(key, shown, later or "no such choice", fix)

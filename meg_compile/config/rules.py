@@ -6,7 +6,6 @@ import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 from meg_compile.config.read import Reading
@@ -79,7 +78,7 @@ def _bounds(v: Mapping[str, Any]) -> list[Fault]:
 
 def _plan(v: Mapping[str, Any]) -> list[Fault]:
     fields = {name: v.get(f"plan.{name}", default) for name, default in vars(Plan()).items()}
-    return plan_faults(SimpleNamespace(**fields))
+    return plan_faults(**fields)
 
 
 def _sizes(v: Mapping[str, Any]) -> dict[str, int]:

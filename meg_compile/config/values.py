@@ -11,7 +11,14 @@ import typing
 from typing import Any
 
 WANTED = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
-GIVEN = {str: "text", bool: "true/false", int: "a whole number", float: "a fraction", type(None): "null", list: "a list"}
+GIVEN = {
+    str: "text",
+    bool: "true/false",
+    int: "a whole number",
+    float: "a fraction",
+    type(None): "null",
+    list: "a list",
+}
 
 
 class Mismatch(Exception):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import operator
 import traceback
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -19,8 +20,9 @@ from torch import fx, nn
 
 from meg_compile.errors import CaptureError, Fault
 from meg_compile.graph.clean import clean
-from meg_compile.graph.nodes import module_path
+from meg_compile.graph.nodes import module_path, source_line
 from meg_compile.graph.sentinel import sentinel
+from meg_compile.graph.stand_in import StandIns, ValueOf, stand_ins
 
 Loss = Callable[..., torch.Tensor]
 
@@ -66,28 +68,37 @@ class _Step(nn.Module):
         return self.loss(find_logits(out), batch["labels"])
 
 
-def capture(model: nn.Module, inputs: dict[str, torch.Tensor], loss: Loss | None) -> Captured:
-    """Capture a model with its loss. CaptureError names the user's source line and what stopped it."""
+def capture(
+    model: nn.Module, inputs: dict[str, torch.Tensor], loss: Loss | None, value_of: ValueOf | None = None
+) -> Captured:
+    """Capture a model with its loss. CaptureError names the user's source line and what stopped it.
+
+    value_of: the real value of a tensor on meta that the model holds outside its parameters and buffers.
+    The model is left as it was.
+    """
     binding = bind(model, inputs)
     fields = tuple(name for name in inputs if name in binding or name == "labels")
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    examples = tuple(torch.empty_like(inputs[name], device=device) for name in fields)
+    device = next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
     step = _Step(model, loss, binding, fields)
-    was_training = model.training
+    training = {module: module.training for module in model.modules()}
     model.train()
     try:
-        with sentinel(model):
+        with stand_ins(step, value_of) as stand_in, sentinel(model), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with stand_in.mode:
+                examples = tuple(torch.empty_like(inputs[name], device=device) for name in fields)
             program = torch.export.export(step, examples, strict=False)
             if any(_mutates(node) for node in program.graph.nodes):
                 program = program.run_decompositions({})
+            _refuse_effects(program)
     except CaptureError:
         raise
     except Exception as error:
         raise CaptureError(_explain(error)) from error
     finally:
-        model.train(was_training)
-    module = program.module(check_guards=False)
-    return _take(module, step, fields)
+        for module, mode in training.items():
+            module.training = mode
+    return _take(program.module(check_guards=False), step, fields, stand_in)
 
 
 def bind(model: nn.Module, inputs: dict[str, torch.Tensor]) -> dict[str, str]:
@@ -139,12 +150,30 @@ def find_logits(out: Any) -> torch.Tensor:
     return out if isinstance(out, torch.Tensor) else out.logits
 
 
+def _refuse_effects(program: torch.export.ExportedProgram) -> None:
+    """CaptureError for a graph that is more than a function from a batch to one number."""
+    written = sorted(program.graph_signature.buffers_to_mutate.values())
+    if written:
+        names = ", ".join(map(module_path, written))
+        problem = f"forward writes to the buffers {names}, and a step of micro-batches would lose that"
+        raise CaptureError(Fault("forward", None, problem, "keep no state in forward (BatchNorm: use another norm)"))
+    for node in program.graph.nodes:
+        if isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            problem = "takes a number out of a tensor (.item(), int(), an index), which is known only when it runs"
+            raise CaptureError(Fault(source_line(node) or "forward", None, problem, "compute with the tensor itself"))
+    output = next(n for n in reversed(program.graph.nodes) if n.op == "output")
+    loss = output.all_input_nodes[-1].meta["val"] if output.all_input_nodes else None
+    if not isinstance(loss, torch.Tensor) or loss.dim() != 0 or not loss.is_floating_point():
+        shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
+        raise CaptureError(Fault("loss", shape, "is not one floating-point number", "reduce it, as by .mean()"))
+
+
 def _mutates(node: fx.Node) -> bool:
     schema = getattr(node.target, "_schema", None)
     return node.op == "call_function" and schema is not None and schema.is_mutable
 
 
-def _take(module: fx.GraphModule, step: _Step, fields: tuple[str, ...]) -> Captured:
+def _take(module: fx.GraphModule, step: _Step, fields: tuple[str, ...], stand_in: StandIns) -> Captured:
     """The graph and tensors of an exported module, under the user's names; a tied tensor under its first."""
     every = [*step.named_parameters(remove_duplicate=False), *step.named_buffers(remove_duplicate=False)]
     first: dict[int, str] = {}
@@ -164,7 +193,7 @@ def _take(module: fx.GraphModule, step: _Step, fields: tuple[str, ...]) -> Captu
         if node.op == "placeholder":
             env[node] = graph.placeholder(next(placeholders))
         elif node.op == "get_attr":
-            value = operator.attrgetter(node.target)(module)
+            value = stand_in.original(operator.attrgetter(node.target)(module))
             name = first.get(id(value), module_path(node.target))
             tensors[name] = value
             env[node] = graph.get_attr(name)

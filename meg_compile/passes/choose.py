@@ -15,6 +15,7 @@ from math import gcd
 from meg_compile.axes.atoms import Atom, atoms, branches, leaves
 from meg_compile.axes.infer import Axes
 from meg_compile.axes.layout import Layout
+from meg_compile.axes.op import each
 from meg_compile.errors import Fault, Refused
 from meg_compile.graph.nodes import operand
 from meg_compile.plan import Plan
@@ -35,20 +36,27 @@ def choose(axes: Axes, plan: Plan) -> Choice:
     found = find_candidates(axes)
     near = _neighbours(axes, set(found.ranked))
     banned: dict[Atom, str] = {}
+    choice = _settle(axes, found, near, banned, plan.tp)
+    indivisible = {a for a in choice.layout.sharded if a.size % plan.tp and a not in found.paddable}
+    if indivisible and plan.strict:
+        raise Refused(_faults(axes, [a for a in found.ranked if a in indivisible], plan.tp))
+    while indivisible:
+        behind = {a for a in choice.refused if near[a] & indivisible}
+        banned |= {a: f"tp={plan.tp} does not divide its neighbour in a tensor" for a in behind}
+        banned |= {a: f"tp={plan.tp} does not divide {a.size}" for a in indivisible}
+        choice = _settle(axes, found, near, banned, plan.tp)
+        indivisible = {a for a in choice.layout.sharded if a.size % plan.tp and a not in found.paddable}
+    return choice
+
+
+def _settle(axes: Axes, found: Candidates, near: dict[Atom, set[Atom]], banned: dict[Atom, str], tp: int) -> Choice:
+    """Place what is not banned, banning what cannot be sharded in all parts of a tensor, until nothing is."""
     while True:
-        choice = _place(found, near, banned, plan.tp)
+        choice = _place(found, near, banned, tp)
         uneven = _uneven(axes, choice.layout)
         if not uneven:
-            break
+            return choice
         banned |= dict.fromkeys(uneven, "another part of the same tensor stays whole")
-    indivisible: list[Atom] = []
-    for atom in found.ranked:
-        meets_one = near[atom] & {*indivisible, *choice.layout.sharded}
-        if atom.size % plan.tp and atom in choice.refused and not meets_one:
-            indivisible.append(atom)
-    if indivisible and plan.strict:
-        raise Refused(_faults(axes, indivisible, plan.tp))
-    return choice
 
 
 @dataclass
@@ -64,9 +72,12 @@ def find_candidates(axes: Axes) -> Candidates:
     contracted: set[Atom] = set()
     mixed: set[Atom] = set()
     vocabularies: set[Atom] = set()
+    of_inputs: set[Atom] = set()
     weight: dict[Atom, float] = defaultdict(float)
     traffic: dict[Atom, float] = defaultdict(float)
     for op in axes.ops.values():
+        if op.node.op == "placeholder":
+            of_inputs.update(a for dims in each(op.out) for dim in dims for a in atoms(dim))
         if op.node.op == "get_attr" and op.grad:
             for dim in op.out:
                 parts = branches(dim)
@@ -92,7 +103,8 @@ def find_candidates(axes: Axes) -> Candidates:
         for found in (leaves(dim) for dim in op.summed):
             if len(found) == 1 and found[0] in pairs and not found[0].names:
                 found[0].names.add("ffn")
-    ranked = [a for a in weight if a.whole is None and a not in mixed and (a in pairs or a in vocabularies)]
+    barred = mixed | of_inputs
+    ranked = [a for a in weight if a.whole is None and a not in barred and (a in pairs or a in vocabularies)]
     ranked.sort(key=lambda a: -weight[a] / (1 + traffic[a]))
     return Candidates(ranked, vocabularies - contracted - _inner(axes))
 
@@ -133,8 +145,6 @@ def _place(found: Candidates, near: dict[Atom, set[Atom]], banned: dict[Atom, st
             refused[atom] = "it stands twice in one tensor"
         elif met := near[atom] & chosen:
             refused[atom] = f"{next(iter(met))!r} of the same tensor is sharded"
-        elif atom.size % tp and atom not in found.paddable:
-            refused[atom] = f"tp={tp} does not divide {atom.size}"
         else:
             chosen.add(atom)
     return Choice(Layout(tp, frozenset(chosen)), refused)

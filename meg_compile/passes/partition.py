@@ -82,9 +82,10 @@ def find_layers(graph: fx.Graph) -> list[_Layer]:
             layers.append(_Layer(name, []))
         layers[-1].nodes.append(node)
     if len(layers) > 1 and not layers[0].name:
-        layers[1].nodes[:0] = layers.pop(0).nodes
+        before = layers.pop(0)
+        layers[0].nodes[:0] = before.nodes
     names = [layer.name for layer in layers]
-    if len(names) < 2 or len(set(names)) != len(names):
+    if names == [""] or len(set(names)) != len(names):
         return _layers_by_dominators(order)
     return layers
 
@@ -200,8 +201,8 @@ def _stage(graph: fx.Graph, groups: list[list[_Layer]], index: int) -> Stage:
     for i, node in enumerate(received):
         env[node] = new.placeholder(f"received_{i}")
         env[node].meta = dict(node.meta)
-    for node in sorted(needed, key=lambda n: n.op != "placeholder"):
-        if node.op == "placeholder":
+    for node in graph.nodes:
+        if node in needed and node.op == "placeholder":
             env[node] = new.placeholder(node.target)
             env[node].meta = dict(node.meta)
     for node in graph.nodes:

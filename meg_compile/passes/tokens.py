@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from meg_compile.errors import MegError
-from meg_compile.graph.nodes import operand
+from meg_compile.graph.nodes import base_name, operand
 
 aten = torch.ops.aten
 _CROSS_ENTROPY = aten.cross_entropy_loss.default
@@ -60,6 +60,47 @@ def sum_over_tokens(graph: fx.Graph) -> Units:
         args[3] = 2
         last.args = tuple(args)
     return Units([c for c in counters if c is not None], tokens)
+
+
+@dataclass(frozen=True)
+class Limit:
+    """A field of the batch holds indices: `size` rows or classes, besides `ignored` (None: every index counts)."""
+
+    field: str
+    size: int
+    ignored: int | None
+
+    def check(self, batch: dict[str, torch.Tensor]) -> None:
+        """MegError for an index outside: on shards it would be taken for a row of another rank."""
+        values = batch[self.field]
+        if self.ignored is not None:
+            values = values[values != self.ignored]
+        if values.numel() and (int(values.min()) < 0 or int(values.max()) >= self.size):
+            worst = int(values.max()) if int(values.max()) >= self.size else int(values.min())
+            raise MegError(
+                f"data: {self.field} holds {worst}, and the model has {self.size} rows for it, 0 to {self.size - 1}: "
+                "use a model with a larger vocabulary, or data with a smaller one"
+            )
+
+
+def find_limits(graph: fx.Graph) -> list[Limit]:
+    """The fields that are looked up in an embedding or are the targets of a cross entropy, by reshaping alone."""
+    found = []
+    for node in graph.nodes:
+        if node.op != "call_function" or base_name(node.target) not in ("embedding", "cross_entropy_loss"):
+            continue
+        table, index = operand(node, 0), operand(node, 1)
+        lookup = base_name(node.target) == "embedding"
+        ignored = None if lookup else node.args[4] if len(node.args) > 4 else -100
+        while index.op == "call_function" and base_name(index.target) in _RESHAPES:
+            index = operand(index, 0)
+        if index.op == "placeholder" and not index.meta["val"].is_floating_point():
+            shape = table.meta["val"].shape
+            found.append(Limit(str(index.target), shape[0] if lookup else shape[min(1, len(shape) - 1)], ignored))
+    return found
+
+
+_RESHAPES = {"view", "reshape", "flatten", "contiguous", "slice", "to", "clone", "squeeze", "unsqueeze", "transpose"}
 
 
 def _reduction(node: fx.Node) -> int:

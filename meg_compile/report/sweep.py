@@ -63,7 +63,11 @@ def report(jobs: Sequence[Job], sweep_dir: Path, console: Console | None = None)
         table.add_column(column, justify="right")
     table.add_column("status")
     for job, row in zip(jobs, rows, strict=True):
-        figures = (_number(row["tokens_per_s"], ",.0f"), _mebibytes(row["peak_memory_bytes"]), _number(row["loss"], ".4f"))
+        figures = (
+            _number(row["tokens_per_s"], ",.0f"),
+            _mebibytes(row["peak_memory_bytes"]),
+            _number(row["loss"], ".4f"),
+        )
         table.add_row(row["job"], " ".join(job.varied), row["plan"], *figures, _status(row))
     (console or Console()).print(table)
 

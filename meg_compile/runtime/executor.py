@@ -55,7 +55,8 @@ class Executor:
                 self.tensors[name].copy_(shard)
                 missing.discard(name)
             for name in missing & self.program.captured.buffers:
-                self.tensors[name].copy_(self.specs[name].slice(self.program.captured.tensors[name], tp_rank))
+                constant = self.program.captured.tensors[name]
+                self.tensors[name].copy_(self.specs[name].slice(source.value(constant), tp_rank))
                 missing.discard(name)
         assert not missing, f"no starting values for {sorted(missing)}"
 
@@ -63,7 +64,10 @@ class Executor:
         """Forward and backward over all micro-batches of a replica's rows {field: [rows, ...]}.
 
         Returns the sum of scale * loss on the ranks of the last stage, 0.0 on others; adds to the gradients.
+        MegError for an index outside its vocabulary.
         """
+        for limit in self.program.limits:
+            limit.check(batch)
         num = next(iter(batch.values())).shape[0] // self.program.micro_batch_size
         if num not in self._runs:
             self._runs[num] = self._schedule(num)

@@ -25,8 +25,7 @@ def main(entry: str, run_dir: Path) -> int:
         os.dup2(log, 1)
         os.dup2(log, 2)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    end_with_parent()
 
     from torch.distributed.elastic.multiprocessing.errors import record
 
@@ -38,6 +37,12 @@ def main(entry: str, run_dir: Path) -> int:
         sys.stdout.flush()
         os._exit(1)
     return 0
+
+
+def end_with_parent() -> None:
+    """This process does not outlive the one that started it, however that one ends (on Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _call(entry: str, run_dir: Path) -> None:

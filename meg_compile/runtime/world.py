@@ -17,10 +17,12 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from meg_compile.runtime.blame import LOST_PEER
+from meg_compile.runtime.worker import end_with_parent
 
 LATE_SECONDS = 5
 TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-PATIENCE = timedelta(hours=1)
+PATIENCE_TO_MEET = timedelta(minutes=5)
+PATIENCE_TO_HEAR = timedelta(hours=1)
 RUN_KEY = "meg_compile/run"
 
 
@@ -40,7 +42,7 @@ class World:
 
     def hear(self) -> Any:
         """What rank 0 published; waits for it."""
-        self.store.wait([RUN_KEY], PATIENCE)
+        self.store.wait([RUN_KEY], PATIENCE_TO_HEAR)
         return json.loads(self.store.get(RUN_KEY))
 
     def init_process_group(self, device: torch.device) -> None:
@@ -58,10 +60,10 @@ def started_by_torchrun() -> bool:
 
 
 def join() -> World:
-    """Meets the other processes, by what torchrun (or the like) left in the environment."""
-    store, rank, size = next(iter(dist.rendezvous("env://")))
+    """Meets the other processes, by what torchrun (or `launch`) left in the environment."""
+    store, rank, size = next(iter(dist.rendezvous("env://", timeout=PATIENCE_TO_MEET)))
     local_rank = int(os.environ["LOCAL_RANK"])
-    return World(rank, size, local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", size)), store)
+    return World(rank, size, local_rank, int(os.environ.get("LOCAL_WORLD_SIZE") or size), store)
 
 
 def under_torchrun(function: Callable[..., int], *args: Any) -> int:
@@ -78,6 +80,7 @@ def under_torchrun(function: Callable[..., int], *args: Any) -> int:
                 time.sleep(LATE_SECONDS)
             raise
 
+    end_with_parent()
     try:
         return record(late)() or 0
     except Exception:

@@ -42,7 +42,7 @@ class Plain:
                 loss = self.loss(find_logits(out), batch["labels"])
         loss.backward()
         grads = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
-        return loss.item(), torch.nn.utils.get_total_norm(grads).item()
+        return loss.detach().item(), torch.nn.utils.get_total_norm(grads).item()
 
     def update(self, step: int) -> None:
         if self.clip_grad:
