@@ -13,6 +13,7 @@ from meg_compile.graph.capture import Captured, Loss, capture
 from meg_compile.models.loss import cross_entropy
 from meg_compile.passes.check import check_shapes
 from meg_compile.passes.choose import choose
+from meg_compile.passes.in_place import in_place
 from meg_compile.passes.partition import Stage, partition
 from meg_compile.passes.sequence import shard_sequence
 from meg_compile.passes.tensor import tensor_parallel
@@ -49,6 +50,7 @@ def compile(
     sequence = shard_sequence(axes, choice.layout, plan)
     parallel = tensor_parallel(captured.graph, axes, choice.layout, sequence)
     check_shapes(parallel.graph, plan.tp, _on_meta(captured, axes, choice.layout), inputs)
+    in_place(parallel.graph)
     stages = partition(parallel.graph, plan)
 
     params = _specify(captured, axes, choice.layout, stages, parallel.partial)

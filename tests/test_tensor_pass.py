@@ -21,6 +21,7 @@ from meg_compile.graph.nodes import base_name
 from meg_compile.models.gpt2 import GPT2
 from meg_compile.ops.collectives import copy_to_tp, reduce_from_tp
 from meg_compile.passes.partition import find_layers
+from meg_compile.passes.sequence import shard_sequence
 from meg_compile.passes.tensor import tensor_parallel
 from meg_compile.plan import Plan
 
@@ -51,7 +52,7 @@ def block_text(program, block: str) -> str:
     inside = [
         n for n in layer.nodes if any(block in path for path, _ in (n.meta.get("nn_module_stack") or {}).values())
     ]
-    return re.sub(r"gpt2\.py:\d+", "gpt2.py", to_text(inside, program.choice.layout))
+    return re.sub(r"gpt2\.py:\d+", "gpt2.py", to_text(inside))
 
 
 @pytest.mark.parametrize("layout", ["thirds", "stacked", "per_head"])
@@ -169,7 +170,9 @@ def test_the_pass_leaves_the_captured_graph_alone():
     program = compile_case(ZOO["gpt2_4"], Plan(), 2)
     graph = program.captured.graph
     before = str(graph)
-    tensor_parallel(graph, program.axes, program.choice.layout)
+    tensor_parallel(
+        graph, program.axes, program.choice.layout, shard_sequence(program.axes, program.choice.layout, program.plan)
+    )
     assert str(graph) == before
 
 

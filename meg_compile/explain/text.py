@@ -59,7 +59,8 @@ def _describe(node: fx.Node) -> str:
 
 def _call(node: fx.Node) -> str:
     args = [_operand(a) for a in node.args if not (isinstance(a, fx.Node) and a.target in BOUND)]
-    args += [f"{k}={_operand(v)}" for k, v in node.kwargs.items() if k not in ("device", "pin_memory", "layout")]
+    unsaid = ("device", "pin_memory", "layout", "owned")
+    args += [f"{k}={_operand(v)}" for k, v in node.kwargs.items() if k not in unsaid]
     while args and args[-1] == "None":
         args.pop()
     return f"{base_name(node.target)}({', '.join(args)})"

@@ -16,33 +16,40 @@ from meg_compile.ops.group import Group
 
 class _Copy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, tp: Group) -> torch.Tensor:
-        ctx.tp = tp
+    def forward(ctx: Any, x: torch.Tensor, tp: Group, owned: bool) -> torch.Tensor:
+        ctx.tp, ctx.owned = tp, owned
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return ctx.tp.all_reduce_(grad.clone(memory_format=torch.contiguous_format)), None
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return ctx.tp.all_reduce_(grad if ctx.owned and grad.is_contiguous() else _copy(grad)), None, None
 
 
 class _Reduce(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, tp: Group) -> torch.Tensor:
-        return tp.all_reduce_(x.clone(memory_format=torch.contiguous_format))
+    def forward(ctx: Any, x: torch.Tensor, tp: Group, owned: bool) -> torch.Tensor:
+        if not (owned and x.is_contiguous()):
+            return tp.all_reduce_(_copy(x))
+        ctx.mark_dirty(x)
+        return tp.all_reduce_(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grad, None
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return grad, None, None
 
 
-def copy_to_tp(x: torch.Tensor, tp: Group) -> torch.Tensor:
-    """f: forward x itself, backward the sum of the ranks' gradients."""
-    return _Copy.apply(x, tp)
+def copy_to_tp(x: torch.Tensor, tp: Group, owned: bool = False) -> torch.Tensor:
+    """f: forward x itself, backward the sum of the ranks' gradients, in place if that of x's readers is `owned`."""
+    return _Copy.apply(x, tp, owned)
 
 
-def reduce_from_tp(x: torch.Tensor, tp: Group) -> torch.Tensor:
-    """g: forward the sum of the ranks' partial sums, backward the gradient itself."""
-    return _Reduce.apply(x, tp)
+def reduce_from_tp(x: torch.Tensor, tp: Group, owned: bool = False) -> torch.Tensor:
+    """g: forward the sum of the ranks' partial sums, in place if x is `owned`, backward the gradient itself."""
+    return _Reduce.apply(x, tp, owned)
+
+
+def _copy(x: torch.Tensor) -> torch.Tensor:
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 def _cut(x: torch.Tensor, tp: Group, dim: int, before: int) -> torch.Tensor:

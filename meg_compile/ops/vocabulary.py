@@ -37,35 +37,40 @@ def vocab_embedding(table: torch.Tensor, index: torch.Tensor, tp: Group, padding
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: torch.Tensor, target: torch.Tensor, tp: Group, num_classes: int, ignore: int):
+    def forward(
+        ctx: Any, logits: torch.Tensor, target: torch.Tensor, tp: Group, num_classes: int, ignore: int, owned: bool
+    ):
         size = logits.shape[-1]
         real = min(max(num_classes - tp.rank * size, 0), size)
-        scores = logits[:, :real]
+        scores = logits.detach()[:, :real]
         scores = scores if scores.dtype == torch.float64 else scores.float()
-        top = scores.max(-1).values if real else scores.new_full(scores.shape[:1], -torch.inf)
+        owned = owned or scores.dtype != logits.dtype
+        top = scores.amax(-1) if real else scores.new_full(scores.shape[:1], -torch.inf)
         tp.all_reduce_(top, dist.ReduceOp.MAX)
-        exp = (scores - top[:, None]).exp_()
+        scores = scores.sub_(top[:, None]) if owned else scores - top[:, None]
         ignored = target == ignore
         local, elsewhere = _here(target, size, tp)
         elsewhere |= ignored
         local = local.clamp_(max=max(real - 1, 0))
-        picked = scores.gather(1, local[:, None])[:, 0] - top if real else torch.zeros_like(top)
+        picked = scores.gather(1, local[:, None])[:, 0] if real else torch.zeros_like(top)
+        exp = scores.exp_()
         sums = torch.stack([exp.sum(-1), picked.masked_fill_(elsewhere, 0)])
         tp.all_reduce_(sums)
-        ctx.save_for_backward(exp.div_(sums[0][:, None]), local, elsewhere, ignored)
+        ctx.save_for_backward(exp, sums[0], local, elsewhere, ignored)
         ctx.shape, ctx.dtype = logits.shape, logits.dtype
         return (sums[0].log() - sums[1]).masked_fill_(ignored, 0)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor):
-        softmax, local, elsewhere, ignored = ctx.saved_tensors
-        real = softmax.shape[1]
+        exp, total, local, elsewhere, ignored = ctx.saved_tensors
+        real = exp.shape[1]
+        grad = grad.masked_fill(ignored, 0)
+        out = exp.mul_((grad / total)[:, None])
         if real:
-            softmax.scatter_add_(1, local[:, None], elsewhere.to(softmax.dtype)[:, None] - 1)
-        out = softmax.mul_(grad.masked_fill(ignored, 0)[:, None])
+            out.scatter_add_(1, local[:, None], grad.neg().masked_fill_(elsewhere, 0)[:, None])
         if real != ctx.shape[1]:
             out = F.pad(out, (0, ctx.shape[1] - real))
-        return out.to(ctx.dtype), None, None, None, None
+        return out.to(ctx.dtype), None, None, None, None, None
 
 
 def vocab_cross_entropy(
@@ -75,14 +80,15 @@ def vocab_cross_entropy(
     num_classes: int,
     reduction: int = 1,
     ignore_index: int = -100,
+    owned: bool = False,
 ) -> torch.Tensor:
     """Cross entropy of logits of which each rank holds a part of the classes; the result is whole on every rank.
 
     logits [N, n], target [N] of class indices < num_classes -> scalar, or [N] with reduction 0 (1 is the mean over
     the targets that are not ignore_index, 2 the sum). Two all-reduces forward (maximum [N], sums [2, N]), none back.
-    The softmax is computed in float32 or wider.
+    The softmax is computed in float32 or wider, in the logits' memory if they are `owned`.
     """
-    losses = _CrossEntropy.apply(logits, target, tp, num_classes, ignore_index)
+    losses = _CrossEntropy.apply(logits, target, tp, num_classes, ignore_index, owned)
     if reduction == 0:
         return losses
     return losses.sum() if reduction == 2 else losses.sum() / (target != ignore_index).sum()
