@@ -8,9 +8,9 @@ import models
 import pytest
 import reference
 import torch
-from runs import config, on_ranks
 from safetensors.torch import load_file
 from torch import nn
+from training import config, on_ranks
 
 from meg_compile.compiler import compile
 from meg_compile.errors import CaptureError, Refused

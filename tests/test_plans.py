@@ -5,7 +5,7 @@ from itertools import product
 
 import pytest
 from models import FixedRows
-from runs import config, on_ranks
+from training import config, on_ranks
 
 from meg_compile.models.gpt2 import GPT2, QKV_LAYOUTS
 from meg_compile.models.loss import cross_entropy

@@ -5,7 +5,7 @@ import pytest
 import reference
 import torch
 from compare import check
-from runs import config, on_ranks
+from training import config, on_ranks
 from zoo import ZOO
 
 from meg_compile.compiler import compile

@@ -10,9 +10,9 @@ from unittest.mock import patch
 
 import models
 import pytest
-import runs
 import torch
 import torch.distributed as dist
+import training
 from compare import compile_case
 from threads import run_threads, threaded
 from torch import nn
@@ -85,7 +85,7 @@ def measure(program: Program, vocab: int) -> tuple[Counter, Counter]:
     """(bytes, calls) of the second step by (rank, kind, group): what the groups of an executor saw."""
     counting, gate = Counting(), threading.Barrier(program.plan.mesh.size, timeout=60)
     names: dict[tuple[int, str], str] = {}
-    config = runs.config(train__micro_batch_size=MICRO, train__global_batch_size=ROWS)
+    config = training.config(train__micro_batch_size=MICRO, train__global_batch_size=ROWS)
 
     def work(rank):
         groups = init_groups(program.plan.mesh, "cpu")

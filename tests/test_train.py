@@ -11,8 +11,8 @@ import reference
 import torch
 import torch.distributed as dist
 from rich.console import Console
-from runs import config, on_ranks
 from safetensors.torch import load_file
+from training import config, on_ranks
 
 from meg_compile.errors import MegError
 from meg_compile.models.loss import cross_entropy

@@ -7,7 +7,7 @@ import models
 import pytest
 import torch
 from rich.console import Console
-from runs import config, on_ranks
+from training import config, on_ranks
 
 from meg_compile.models.gpt2 import GPT2
 from meg_compile.models.loss import cross_entropy
