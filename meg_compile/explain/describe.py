@@ -30,9 +30,13 @@ def explain(program: Program, num_micro_batches: int = 1, block: int = 0) -> str
         "Axes": _axes(program),
         "Pairs": _pairs(program),
         "Linears and embeddings": _linears(program),
-        f"Graph of layer {block} on one tp rank": _graph(program, block),
+        f"Graph of layer {block} of {sum(len(s.layers) for s in program.stages)}, on one tp rank": _graph(
+            program, block
+        ),
         "Stages": _stages(program),
-        f"Bytes that a rank sends in a step of {num_micro_batches} micro-batches": _traffic(program, num_micro_batches),
+        f"Bytes that a rank sends in a step of {_several(num_micro_batches, 'micro-batch')}": _traffic(
+            program, num_micro_batches
+        ),
     }
     return "\n\n".join(f"{title}\n{'=' * len(title)}\n{text}" for title, text in sections.items()) + "\n"
 
@@ -221,6 +225,10 @@ def _traffic(program: Program, num_micro_batches: int) -> str:
     if not rows:
         return "  none: one rank"
     return table(("stage", "group", "kind", "when", "what", "values", "bytes per step"), rows, right=(0, 5, 6))
+
+
+def _several(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}es"
 
 
 def _grouped(rows: Iterable[Hashable]) -> list[tuple[Any, int]]:
