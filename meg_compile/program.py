@@ -10,6 +10,7 @@ import torch
 
 from meg_compile.axes.infer import Axes
 from meg_compile.axes.layout import Shard
+from meg_compile.errors import MegError
 from meg_compile.explain.describe import explain, to_dict
 from meg_compile.graph.capture import Captured
 from meg_compile.passes.choose import Choice
@@ -84,6 +85,7 @@ class Program:
     params:           every parameter and buffer by the user's name.
     units:            what the loss of a micro-batch is a sum over.
     limits:           the fields that hold indices, and how far they reach.
+    coupling:         where the loss couples the rows of a batch, if it does.
     captured, axes, choice:  what the stages were made from, for explanations.
     source:           the starting weights; None for a model that was given on meta.
     """
@@ -94,6 +96,7 @@ class Program:
     params: dict[str, ParamSpec]
     units: Units
     limits: list[Limit]
+    coupling: str | None
     captured: Captured
     axes: Axes
     choice: Choice
@@ -117,8 +120,21 @@ class Program:
         return [dict(zip(fields, values, strict=True)) for values in zip(*fields.values(), strict=True)]
 
     def count(self, batch: dict[str, torch.Tensor]) -> int:
-        """Units (counted tokens) in a replica's rows: the losses of its micro-batches are sums over these."""
-        return self.units.count(self.micro_batches(batch))
+        """Units (counted tokens) in a replica's rows: the losses of its micro-batches are sums over these.
+
+        MegError where the losses of micro-batches do not add up to that of the global batch.
+        """
+        micro_batches = self.micro_batches(batch)
+        if self.coupling is not None and len(micro_batches) * self.plan.dp > 1:
+            raise MegError(
+                f"{self.coupling}: the loss couples the rows of a batch, so those of several micro-batches are "
+                "not that of the global batch: use plan.dp=1 and a train.micro_batch_size of the whole global batch"
+            )
+        return self.units.count(micro_batches)
+
+    def labels(self, batch: dict[str, torch.Tensor]) -> int:
+        """What all replicas must have alike for the mean of their losses to be the global batch's; 0 for nothing."""
+        return self.units.labels(self.micro_batches(batch)[0])
 
     def holders(self, spec: ParamSpec) -> tuple[int, ...]:
         """The pipeline ranks that hold a copy of a parameter."""

@@ -63,7 +63,7 @@ def collectives(program: Program) -> list[Collective]:
         for name in stage.params:
             found += _of_gradient(program, name, stage.index)
     if plan.mesh.size > 1:
-        found.append(Collective("all_reduce", "world", "step", "checksums and counts", 8 * 3 * plan.dp, None))
+        found.append(Collective("all_reduce", "world", "step", "checksums and counts", 8 * 4 * plan.dp, None))
         found.append(Collective("all_reduce", "world", "step", "loss and gradient norm", 8 * 2, None))
     return found
 

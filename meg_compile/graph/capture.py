@@ -203,11 +203,11 @@ def _take(module: fx.GraphModule, step: _Step, fields: tuple[str, ...], stand_in
             env[node] = graph.node_copy(node, env.__getitem__)
         env[node].meta = dict(node.meta)
     clean(graph)
+    _drop_unread_fields(graph)
 
     read = {n.target for n in graph.nodes if n.op in ("get_attr", "placeholder")}
     tensors = {name: t for name, t in tensors.items() if name in read or name in state}
     buffers = {name for name, t in tensors.items() if not isinstance(t, nn.Parameter)}
-    _drop_unread_fields(graph)
     return Captured(graph, tensors, aliases, buffers, state, tuple(f for f in fields if f in read))
 
 

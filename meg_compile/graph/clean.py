@@ -17,12 +17,17 @@ _ASSERTS = {
 
 
 def clean(graph: fx.Graph) -> None:
-    """Remove shape assertions, dropout that drops nothing, and values that nobody reads."""
+    """Remove shape assertions, dropout that drops nothing, and values that nobody reads.
+
+    A view becomes a reshape: whether one suffices depends on strides, which other kernels leave otherwise.
+    """
     for node in reversed(list(graph.nodes)):
         name = getattr(node.target, "_opname", getattr(node.target, "__name__", ""))
         if node.op != "call_function":
             continue
-        if name in _ASSERTS or name == "_guards_fn":
+        if node.target in (aten.view.default, aten._unsafe_view.default):
+            node.target = aten.reshape.default
+        elif name in _ASSERTS or name == "_guards_fn":
             graph.erase_node(node)
         elif name == "dropout" and (node.args[1] == 0 or not node.args[2]):
             node.replace_all_uses_with(node.args[0])

@@ -41,9 +41,13 @@ class Units:
             raise MegError(
                 "the loss holds a cross entropy inside a larger expression, and micro-batches count different numbers "
                 "of labels, so that their mean is not the global batch's mean: return the cross entropy itself, or "
-                "let train.micro_batch_size be the whole batch of a replica"
+                "use plan.dp=1 and a train.micro_batch_size of the whole global batch"
             )
         return len(micro_batches)
+
+    def labels(self, micro_batch: dict[str, torch.Tensor]) -> int:
+        """The counts of one micro-batch as one number, where those of all micro-batches must agree; else 0."""
+        return 0 if self.tokens else sum(int(c(**micro_batch)) * 1009**i for i, c in enumerate(self.counters))
 
 
 def sum_over_tokens(graph: fx.Graph) -> Units:

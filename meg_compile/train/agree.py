@@ -19,26 +19,39 @@ class Agreed(NamedTuple):
 
 
 def agree(
-    batch: Mapping[str, Tensor], num_counted: int, dp: int, dp_rank: int, device: torch.device, where: str
+    batch: Mapping[str, Tensor],
+    num_counted: int,
+    dp: int,
+    dp_rank: int,
+    device: torch.device,
+    where: str,
+    labels: int = 0,
 ) -> Agreed:
-    """One all-reduce of 24 bytes a replica over the world.
+    """One all-reduce of 32 bytes a replica over the world.
 
-    Each replica has three slots, of which the maximum over all ranks is taken: checksum, -checksum, count. Its ranks
+    Each replica has four slots, of which the maximum over all ranks is taken: checksum, -checksum, count, and `labels`,
+    which must be the same for all replicas. Its ranks
     agree where the first two belong to one number. MegError, on every rank, where they do not or nothing counts;
     `where` begins its message.
     """
-    slots = torch.full((dp, 3), torch.iinfo(torch.int64).min)
+    slots = torch.full((dp, 4), torch.iinfo(torch.int64).min)
     here = checksum(batch)
-    slots[dp_rank] = torch.tensor([here, -here, num_counted])
+    slots[dp_rank] = torch.tensor([here, -here, num_counted, labels])
     if dist.is_initialized() and dist.get_world_size() > 1:
         slots = slots.to(device)
         dist.all_reduce(slots, dist.ReduceOp.MAX)
-    largest, negated_smallest, counts = slots.T.tolist()
+    largest, negated_smallest, counts, every_label = slots.T.tolist()
     if differing := [replica for replica in range(dp) if largest[replica] != -negated_smallest[replica]]:
         raise MegError(
             f"{where}: the ranks of replica {', '.join(map(str, differing))} read different rows. A dataset must give "
             "the same row for the same index on every rank: it may not depend on the rank, the time or a generator of "
             "its own"
+        )
+    if len(set(every_label)) > 1:
+        raise MegError(
+            f"{where}: the loss holds a cross entropy inside a larger expression, and replicas count different numbers "
+            "of labels, so that the mean of their losses is not the global batch's: return the cross entropy itself, "
+            "or use plan.dp=1 and a train.micro_batch_size of the whole global batch"
         )
     if sum(counts) <= 0:
         raise MegError(

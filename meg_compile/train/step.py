@@ -40,7 +40,9 @@ class Trainer:
         batch = self.batches[step]
         coords, device = self.groups.coords, self.executor.device
         where = f"step {step + 1}, data {self.data_name}"
-        agreed = agree(batch, self.program.count(batch), self.groups.mesh.dp, coords.dp, device, where)
+        agreed = agree(
+            batch, self.program.count(batch), self.groups.mesh.dp, coords.dp, device, where, self.program.labels(batch)
+        )
         loss = self.executor.run(batch, 1 / agreed.tokens)
         self.executor.reduce_gradients()
         # The last stage's tp ranks all hold their replica's share of the loss; ranks of other stages give 0.
