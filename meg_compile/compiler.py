@@ -13,7 +13,6 @@ from meg_compile.graph.capture import Captured, Loss, capture
 from meg_compile.models.loss import cross_entropy
 from meg_compile.passes.check import check_shapes
 from meg_compile.passes.choose import choose
-from meg_compile.passes.coupling import find_coupling
 from meg_compile.passes.in_place import in_place
 from meg_compile.passes.partition import Stage, partition
 from meg_compile.passes.sequence import shard_sequence
@@ -56,7 +55,7 @@ def compile(
 
     params = _specify(captured, axes, choice.layout, stages, parallel.partial)
     fields = {name: inputs[name].to("meta") for name in captured.fields}
-    return Program(plan, fields, stages, params, units, limits, find_coupling(axes), captured, axes, choice, source)
+    return Program(plan, fields, stages, params, units, limits, captured, axes, choice, source)
 
 
 def _on_meta(captured: Captured, axes: Axes, layout: Layout) -> dict[str, torch.Tensor]:

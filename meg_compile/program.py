@@ -10,7 +10,6 @@ import torch
 
 from meg_compile.axes.infer import Axes
 from meg_compile.axes.layout import Shard
-from meg_compile.errors import MegError
 from meg_compile.explain.describe import explain, to_dict
 from meg_compile.graph.capture import Captured
 from meg_compile.passes.choose import Choice
@@ -85,7 +84,6 @@ class Program:
     params:           every parameter and buffer by the user's name.
     units:            what the loss of a micro-batch is a sum over.
     limits:           the fields that hold indices, and how far they reach.
-    coupling:         where the loss couples the rows of a batch, if it does.
     captured, axes, choice:  what the stages were made from, for explanations.
     source:           the starting weights; None for a model that was given on meta.
     """
@@ -96,7 +94,6 @@ class Program:
     params: dict[str, ParamSpec]
     units: Units
     limits: list[Limit]
-    coupling: str | None
     captured: Captured
     axes: Axes
     choice: Choice
@@ -124,13 +121,7 @@ class Program:
 
         MegError where the losses of micro-batches do not add up to that of the global batch.
         """
-        micro_batches = self.micro_batches(batch)
-        if self.coupling is not None and len(micro_batches) * self.plan.dp > 1:
-            raise MegError(
-                f"{self.coupling}: the loss couples the rows of a batch, so those of several micro-batches are "
-                "not that of the global batch: use plan.dp=1 and a train.micro_batch_size of the whole global batch"
-            )
-        return self.units.count(micro_batches)
+        return self.units.count(self.micro_batches(batch))
 
     def labels(self, batch: dict[str, torch.Tensor]) -> int:
         """What all replicas must have alike for the mean of their losses to be the global batch's; 0 for nothing."""
