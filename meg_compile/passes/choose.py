@@ -37,7 +37,7 @@ def choose(axes: Axes, plan: Plan) -> Choice:
     near = _neighbours(axes, set(found.ranked))
     banned: dict[Atom, str] = {}
     choice = _settle(axes, found, near, banned, plan.tp)
-    indivisible = {a for a in choice.layout.sharded if a.size % plan.tp and a not in found.paddable}
+    indivisible = _indivisible(choice, found)
     if indivisible and plan.strict:
         raise Refused(_faults(axes, [a for a in found.ranked if a in indivisible], plan.tp))
     while indivisible:
@@ -45,8 +45,14 @@ def choose(axes: Axes, plan: Plan) -> Choice:
         banned |= {a: f"tp={plan.tp} does not divide its neighbour in a tensor" for a in behind}
         banned |= {a: f"tp={plan.tp} does not divide {a.size}" for a in indivisible}
         choice = _settle(axes, found, near, banned, plan.tp)
-        indivisible = {a for a in choice.layout.sharded if a.size % plan.tp and a not in found.paddable}
+        indivisible = _indivisible(choice, found)
     return choice
+
+
+def _indivisible(choice: Choice, found: Candidates) -> set[Atom]:
+    """The chosen axes that tp does not divide and that cannot be padded."""
+    layout = choice.layout
+    return {a for a in layout.sharded if a.size % layout.tp and a not in found.paddable}
 
 
 def _settle(axes: Axes, found: Candidates, near: dict[Atom, set[Atom]], banned: dict[Atom, str], tp: int) -> Choice:
