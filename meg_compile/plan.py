@@ -9,6 +9,7 @@ from meg_compile.errors import Fault, Refused, nearest
 from meg_compile.mesh import Mesh
 
 SCHEDULES = ("1f1b", "gpipe", "interleaved_1f1b")
+RECOMPUTE = ("none", "selective", "full")
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,8 @@ class Plan:
     sp        shard the sequence over the tp ranks between g and f (sequence parallel)
     schedule  one of `SCHEDULES`
     stages    blocks per stage in order, pp*vpp numbers; None lets the compiler balance them
+    recompute what backward computes again instead of keeping it: one of `RECOMPUTE`; "selective" is the attention core
+    recompute_every  of a stage's blocks, recompute each n-th
     strict    refuse a model with an axis that tp does not divide, rather than keep those layers whole
     """
 
@@ -34,6 +37,8 @@ class Plan:
     sp: bool = False
     schedule: str = "1f1b"
     stages: tuple[int, ...] | None = None
+    recompute: str = "none"
+    recompute_every: int = 1
     strict: bool = True
 
     def __post_init__(self) -> None:
@@ -61,6 +66,8 @@ def plan_faults(
     sp: bool,
     schedule: str,
     stages: Sequence[int] | None,
+    recompute: str,
+    recompute_every: int,
     strict: bool,
 ) -> list[Fault]:
     """Everything about the fields of a `Plan` that cannot work whatever the model is, keyed as in the configuration."""
@@ -79,6 +86,13 @@ def plan_faults(
     elif vpp > 1 and schedule != "interleaved_1f1b":
         problem = f"plan.schedule={schedule} runs one stage per rank"
         faults.append(Fault("plan.vpp", vpp, problem, "use plan.schedule=interleaved_1f1b, or plan.vpp=1"))
+    if recompute not in RECOMPUTE:
+        guess = nearest(recompute, RECOMPUTE)
+        hint = (f"did you mean {guess}? " if guess else "") + f"There are {', '.join(RECOMPUTE)}"
+        faults.append(Fault("plan.recompute", recompute, "no such way to recompute", hint))
+    if recompute_every < 1:
+        problem = "counts blocks, so it is at least 1"
+        faults.append(Fault("plan.recompute_every", recompute_every, problem, "use plan.recompute_every=1 for all"))
     if vpp > 1 and pp == 1:
         problem = "only a pipeline has stages to interleave"
         faults.append(Fault("plan.vpp", vpp, problem, "use plan.vpp=1, or plan.pp=2 or more"))

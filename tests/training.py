@@ -40,6 +40,8 @@ def config(**changes: Any) -> Config:
             "sp": False,
             "schedule": "1f1b",
             "stages": None,
+            "recompute": "none",
+            "recompute_every": 1,
             "strict": True,
         },
         "data": {"_target_": "models.FixedRows", "shuffle": False, "fields": None},

@@ -33,6 +33,10 @@ class PlanConfig:
     """Order of forward and backward passes: 1f1b, gpipe or interleaved_1f1b."""
     stages: list[int] | None
     """Blocks on each stage in order, or null for a balanced cut."""
+    recompute: str
+    """What backward computes again instead of keeping it: none, selective (the attention core) or full (blocks)."""
+    recompute_every: int
+    """Of a stage's blocks, recompute each n-th; 1 for all."""
     strict: bool
     """Refuse a model with an axis that tp does not divide, rather than keep those layers whole."""
 

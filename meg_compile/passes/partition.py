@@ -73,7 +73,10 @@ def partition(graph: fx.Graph, plan: Plan) -> list[Stage]:
 
 
 def find_layers(graph: fx.Graph) -> list[_Layer]:
-    """The model's layers in order; between them they hold every activation."""
+    """The model's layers in order; between them they hold every activation.
+
+    Leaves in meta["layer"] in which layer's own code an activation is made; "" for what no block holds.
+    """
     order = find_activations(graph)
     layers: list[_Layer] = []
     for node in order:
@@ -86,7 +89,13 @@ def find_layers(graph: fx.Graph) -> list[_Layer]:
         layers[0].nodes[:0] = before.nodes
     names = [layer.name for layer in layers]
     if names == [""] or len(set(names)) != len(names):
-        return _layers_by_dominators(order)
+        layers = _layers_by_dominators(order)
+        for layer in layers:
+            for node in layer.nodes:
+                node.meta["layer"] = layer.name
+        return layers
+    for node in order:
+        node.meta["layer"] = _block(node)
     return layers
 
 

@@ -11,6 +11,7 @@ from torch import nn
 
 from meg_compile.ops.dropout import ShardRng
 from meg_compile.ops.group import Group
+from meg_compile.passes.tensor import RNG, TP
 from meg_compile.program import ParamSpec, Program, Source
 from meg_compile.runtime.gradients import all_reduce_buckets
 from meg_compile.runtime.groups import Groups
@@ -35,7 +36,8 @@ class Executor:
         self.parameters = {n: t for n, t in self.tensors.items() if isinstance(t, nn.Parameter) and t.requires_grad}
         tp = Group(program.plan.tp, at.tp, groups.tp)
         rng = ShardRng(seed + 7919 * (1 + at.tp + program.plan.tp * (at.dp + program.plan.dp * at.pp)), device)
-        self.modules: list[StageModule] = [bind(s, self.tensors, tp, rng, device) for s in self.stages]
+        bound = {TP: tp, RNG: rng}
+        self.modules: list[StageModule] = [bind(s, program.plan, self.tensors, bound, device) for s in self.stages]
         self.shared = self._shared_groups()
         self._runs: dict[int, Run] = {}
 

@@ -1,0 +1,36 @@
+"""Forget what a part of a stage computed, and compute it again when backward needs it (Chen et al. 2016,
+arXiv:1604.06174)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from meg_compile.passes.tensor import RNG
+
+
+class Recomputed(nn.Module):
+    """Keeps the inputs of `body` for backward and nothing else. Random numbers are drawn alike the second time."""
+
+    def __init__(self, body: nn.Module, bound: Mapping[str, Any]):
+        super().__init__()
+        self.body = body
+        self.rng = bound[RNG]
+
+    def forward(self, *args: Any) -> Any:
+        return checkpoint(self.body, *args, use_reentrant=False, context_fn=self._contexts)
+
+    def _contexts(self) -> tuple[AbstractContextManager, AbstractContextManager]:
+        return nullcontext(), self._replayed(self.rng.state.clone())
+
+    @contextmanager
+    def _replayed(self, state: Any) -> Iterator[None]:
+        later, self.rng.state = self.rng.state, state
+        try:
+            yield
+        finally:
+            self.rng.state = later
