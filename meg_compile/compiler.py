@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal
 
 import torch
 from torch import nn
@@ -13,6 +14,7 @@ from meg_compile.graph.capture import Captured, Loss, capture
 from meg_compile.models.loss import cross_entropy
 from meg_compile.passes.check import check_shapes
 from meg_compile.passes.choose import choose
+from meg_compile.passes.dropout import draw_by_counters
 from meg_compile.passes.in_place import in_place
 from meg_compile.passes.partition import Stage, partition
 from meg_compile.passes.sequence import shard_sequence
@@ -29,6 +31,7 @@ def compile(
     plan: Plan,
     loss: Loss | None = cross_entropy,
     dtype: torch.dtype | None = None,
+    dropout: Literal["exact", "fast"] = "exact",
 ) -> Program:
     """Compile a plain model for a parallel plan. No process is started and nothing is allocated.
 
@@ -36,6 +39,7 @@ def compile(
     inputs:  example tensors of one micro-batch by field name; values do not matter, sizes do.
     loss:    loss(logits, labels) for a model that returns logits; one that returns its loss needs none.
     dtype:   train in this dtype (for a builder; a ready module is taken as it is).
+    dropout: "exact" draws the same masks under every plan; "fast" draws with torch's generators, as Megatron-LM does.
 
     Refused, with every fault found, for what cannot work; CaptureError for a model that cannot become a graph.
     """
@@ -44,6 +48,8 @@ def compile(
         module = module.to(dtype)
 
     captured = capture(module, inputs, loss, source.value)
+    if dropout == "exact":
+        inputs = inputs | draw_by_counters(captured, rows=next(iter(inputs.values())).shape[0])
     units, limits = sum_over_tokens(captured.graph), find_limits(captured.graph)
     axes = infer(captured.graph, captured.tensors)
     choice = choose(axes, plan)

@@ -12,6 +12,7 @@ import json
 import sys
 import traceback
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -131,7 +132,8 @@ def work(config: Config, run_dir: Path, world: World) -> dict[str, Any]:
 def loaded_program(config: Config, groups: Groups, device: torch.device, dataset: Any) -> tuple[Program, Executor]:
     """The program to train, with its starting weights; after one step against the plain model, if `train.check`.
 
-    MegError where that step differs. The check runs without dropout; a model that has any is compiled again after it.
+    MegError where that step differs. With dropout=fast the check runs without it; a model that has any is compiled
+    again after it.
     """
     if config.train.check:
         report, program, executor, is_same = compare(config, groups, device, dataset, steps=1, update=False)
@@ -154,14 +156,18 @@ def loaded_program(config: Config, groups: Groups, device: torch.device, dataset
 def compare(
     config: Config, groups: Groups, device: torch.device, dataset: Any, *, steps: int, update: bool
 ) -> tuple[Report, Program, Executor, bool]:
-    """Verifies `steps` steps without dropout: (report, program, executor, whether there was no dropout to turn off)."""
-    with DropoutOff() as dropout:
+    """Verifies `steps` steps: (report, program, executor, whether it is the program to train).
+
+    It is not where dropout had to be off, since dropout=fast cannot be compared with anything.
+    """
+    off = DropoutOff() if config.dropout == "fast" else None
+    with off or nullcontext():
         program = compile_program(config, dataset)
         executor = Executor(program, groups, device, config.train.seed)
         executor.load()
         factory, loss = (lambda: build_model(config)), loss_of(config)
         report = verify(config, program, executor, groups, factory, loss, dataset, steps=steps, update=update)
-    return report, program, executor, dropout.num_switched_off == 0
+    return report, program, executor, off is None or off.num_switched_off == 0
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:

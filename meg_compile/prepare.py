@@ -20,7 +20,7 @@ from meg_compile.train.rows import example
 # A model of up to this many parameters is compared with the plain one before training, unless told otherwise.
 MAX_CHECKED_PARAMETERS = 10_000_000
 # What the compiler looks at: with a fault among these its own refusals would only repeat it.
-COMPILED = ("task", "precision", "model", "loss", "plan", "data", "train.micro_batch_size")
+COMPILED = ("task", "precision", "dropout", "model", "loss", "plan", "data", "train.micro_batch_size")
 
 
 def prepare(
@@ -80,7 +80,8 @@ def compile_program(config: Config, dataset: Any) -> Program:
             raise
 
     try:
-        return compile(factory, inputs, config.plan.plan(), loss=loss_of(config), dtype=DTYPES[config.precision])
+        dtype = DTYPES[config.precision]
+        return compile(factory, inputs, config.plan.plan(), loss=loss_of(config), dtype=dtype, dropout=config.dropout)
     except Exception as error:
         if error in failed and not isinstance(error, Refused):
             raise _unbuildable("model", config, error) from error

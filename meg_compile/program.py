@@ -9,10 +9,12 @@ from typing import Any, Protocol
 import torch
 
 from meg_compile.axes.infer import Axes
-from meg_compile.axes.layout import Shard
+from meg_compile.axes.layout import Layout, Shard
 from meg_compile.explain.describe import explain, to_dict
 from meg_compile.graph.capture import Captured
+from meg_compile.ops.counted import Places, row_keys
 from meg_compile.passes.choose import Choice
+from meg_compile.passes.dropout import KEYS, places
 from meg_compile.passes.partition import Stage
 from meg_compile.passes.tokens import Limit, Units
 from meg_compile.plan import Plan
@@ -115,6 +117,17 @@ class Program:
         size = self.micro_batch_size
         fields = {name: batch[name].split(size) for name in self.inputs}
         return [dict(zip(fields, values, strict=True)) for values in zip(*fields.values(), strict=True)]
+
+    def keyed(self, batch: dict[str, torch.Tensor], seed: int, step: int, rows: list[int]) -> dict[str, torch.Tensor]:
+        """A replica's rows with the keys of their dropout masks; rows: their positions in the whole run."""
+        return batch | {KEYS: row_keys(seed, step, rows)} if KEYS in self.inputs else batch
+
+    @property
+    def draws(self) -> list[tuple[Places, bool]]:
+        """Of every dropout, in the order in which the model calls them: where its value's axes lie in a whole value,
+        and whether rows of the batch draw their own masks."""
+        whole = Layout(1, frozenset())
+        return [places(op, self.axes, whole) for op in self.axes.ops.values() if op.drawn is not None]
 
     def count(self, batch: dict[str, torch.Tensor]) -> int:
         """Units (counted tokens) in a replica's rows: the losses of its micro-batches are sums over these.

@@ -29,6 +29,7 @@ def config(**changes: Any) -> Config:
     plain: dict[str, Any] = {
         "task": "train",
         "precision": changes.pop("precision", "fp64"),
+        "dropout": changes.pop("dropout", "exact"),
         "model": {"_target_": "models.TinyGPT"},
         "loss": {"_target_": "meg_compile.models.loss.cross_entropy"},
         "plan": {
@@ -73,7 +74,7 @@ def on_ranks(
     dtype = DTYPES[config.precision]
     inputs = example(dataset, config.train.micro_batch_size, config.data.fields, dtype)
     torch.manual_seed(config.train.seed)
-    program = compile(factory, inputs, config.plan.plan(), cross_entropy, dtype)
+    program = compile(factory, inputs, config.plan.plan(), cross_entropy, dtype, config.dropout)
 
     def rank_main(_: int) -> Any:
         groups = init_groups(config.plan.plan().mesh, "cpu")

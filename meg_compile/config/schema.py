@@ -146,6 +146,8 @@ class Config:
     """train the model, explain the plan without any process, or verify it against the plain model."""
     precision: Literal["fp32", "fp64"]
     """Floating-point format of weights, activations and gradients."""
+    dropout: Literal["exact", "fast"]
+    """Masks that are the same under every plan (exact), or drawn by torch's generators as Megatron-LM does (fast)."""
     model: Target
     """The plain model: `_target_` and its constructor's arguments."""
     loss: Target

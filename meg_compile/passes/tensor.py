@@ -38,6 +38,7 @@ from meg_compile.ops.collectives import (
 )
 from meg_compile.ops.dropout import sharded_attention, sharded_dropout
 from meg_compile.ops.vocabulary import vocab_cross_entropy, vocab_embedding
+from meg_compile.passes.dropout import places
 from meg_compile.passes.sequence import Sequence
 
 aten = torch.ops.aten
@@ -124,6 +125,8 @@ class _Rewriter:
             target, kept, _ = op.split_bias
             args = tuple(args[i] for i in kept)
         args, kwargs = map_arg((args, kwargs), lambda n: self.read(n, node, layout, on_shards))
+        if op.drawn is not None:
+            args = (*args, *places(op, self.axes, layout), self.bind(TP))
         special = self.special(node, op) if on_shards else None
         if special is not None:
             target, args, kwargs = special(*args, **kwargs)

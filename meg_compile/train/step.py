@@ -31,13 +31,15 @@ class Trainer:
     def __init__(self, config: Any, program: Any, executor: Any, groups: Any, dataset: Any):
         self.program, self.executor, self.groups = program, executor, groups
         self.data_name, self.clip_grad = type(dataset).__name__, config.train.clip_grad
+        self.seed = config.train.seed
         self.batches: Batches = batches_of(config, dataset, groups.mesh.dp, groups.coords.dp)
         self.optimizer = build_optimizer(executor.parameters, config.optim)
         self.lr = learning_rates(config.optim, config.train.steps)
 
     def gradients(self, step: int) -> Gradients:
         """Read, run all micro-batches, reduce. MegError, on all ranks, where the loss is no number."""
-        batch = self.batches[step]
+        rows = [position for position, _ in self.batches.rows(step)]
+        batch = self.program.keyed(self.batches[step], self.seed, step, rows)
         coords, device = self.groups.coords, self.executor.device
         where = f"step {step + 1}, data {self.data_name}"
         agreed = agree(

@@ -37,7 +37,8 @@ def verify(
 ) -> Report:
     """Compare starting weights (bit by bit), then of each step the loss, every gradient, the norm and every weight.
 
-    The program must have been compiled from the same factory under `DropoutOff`, and be freshly loaded. All ranks call
+    The program must have been compiled from the same factory, with dropout="exact" or under `DropoutOff`, and be freshly
+    loaded. All ranks call
     this and get the same `ok`; rank 0 holds the whole plain model for it. With update=False no weight moves and the
     gradients are cleared afterwards, so that training can follow.
 
@@ -48,9 +49,11 @@ def verify(
     tolerance = config.verify.tolerance or TOLERANCES[config.precision]
     plan = config.plan
     ranks = f"tp={plan.tp} pp={plan.pp} vpp={plan.vpp} dp={plan.dp}"
-    report = Report(f"{ranks}, {config.precision}, against the plain model (dropout off)", tolerance)
+    draws = program.draws
+    dropout = f"{len(draws)} dropouts with the same masks" if draws else "dropout off"
+    report = Report(f"{ranks}, {config.precision}, against the plain model ({dropout})", tolerance)
     trainer = Trainer(config, program, executor, groups, dataset)
-    plain = Plain(config, factory, loss, dataset, executor.device) if groups.rank == 0 else None
+    plain = Plain(config, factory, loss, dataset, executor.device, draws) if groups.rank == 0 else None
     found = report.differences
 
     found += _compare(plain, executor.gather("value"), 0, "start", 0.0)

@@ -117,3 +117,13 @@ def attention(
     name(q[-1], "head_dim")
     name(v[-1], "head_dim")
     return Dims((*batch, q[-2], v[-1]))
+
+
+@rule("exact_attention")
+def exact_attention(
+    op: Op, q: Dims, k: Dims, v: Dims, mask: Dims | None, causal: bool, scale: float | None, gqa: bool, *draw: Any
+) -> Dims:
+    out = attention(op, q, k, v, mask, 0.0, causal, scale=scale, enable_gqa=gqa)
+    assert op.space is not None
+    op.drawn = Dims(op.space[:-1])
+    return out

@@ -1,0 +1,125 @@
+"""Dropout whose masks depend on nothing but what is dropped: the seed, the step, the row, the place in the model and the
+position in the value.
+
+A mask is a hash of counters (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"), so whoever holds
+whatever part of a value, in whatever micro-batch, draws the same mask for it, any number of times. The hash is the
+output function of SplitMix64 (Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators").
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from meg_compile.ops.group import Group
+
+Places = list[list[tuple[int, str]]]
+"""For each dim of a value its axes, major to minor, as (whole size, "batch" | "tp" | ""): the rows of the batch, an axis
+of which each tp rank holds its part, or one that is whole."""
+
+GOLDEN = -7046029254386353131
+_MULTIPLIERS = (-4658895280553007687, -7723592293110705685)
+
+
+def mix(z: torch.Tensor) -> torch.Tensor:
+    """SplitMix64's hash of int64 numbers, in place."""
+    for shift, multiplier in zip((30, 27), _MULTIPLIERS, strict=True):
+        z.bitwise_xor_(_shifted(z, shift)).mul_(multiplier)
+    return z.bitwise_xor_(_shifted(z, 31))
+
+
+def _shifted(z: torch.Tensor, bits: int) -> torch.Tensor:
+    """A logical shift to the right."""
+    return (z >> bits).bitwise_and_((1 << (64 - bits)) - 1)
+
+
+def row_keys(seed: int, step: int, rows: list[int]) -> torch.Tensor:
+    """The keys of a step: int64 [rows, 2], one of each row's own (rows counted from 0 over the whole run) and one that
+    all rows of the step share."""
+    base = mix(torch.tensor([seed, ~seed]))
+    rows_key = mix(torch.tensor(rows) * GOLDEN + base[:1])
+    step_key = mix(_wrapped(step) + base[1:])
+    return torch.stack([rows_key, step_key.expand(len(rows))], 1)
+
+
+def keep_mask(keys: torch.Tensor, p: float, site: int, places: Places, of_rows: bool, tp: Group) -> torch.Tensor:
+    """Which entries of this rank's part of a value are kept, each with probability 1 - p.
+
+    keys int64 [rows, 2]; site counts the model's dropouts; of_rows: the value has a part for each row (places says
+    where; with one row it need not), else it is the same for all rows of the step.
+    """
+    key = mix((keys[:, 0] if of_rows else keys[:1, 1]) + _wrapped(site + 1))
+    stride = math.prod(size for dim in places for size, part in dim if part != "batch")
+    counters, has_rows = [], False
+    for dim in places:
+        vector = torch.zeros((), dtype=torch.int64, device=keys.device)
+        for size, part in dim:
+            if part == "batch":
+                own, has_rows = key, True
+            else:
+                stride //= size
+                here = -(-size // tp.size) if part == "tp" else size
+                first = here * tp.rank if part == "tp" else 0
+                own = torch.arange(first, first + here, device=keys.device) * _wrapped(stride)
+            vector = vector[..., None] + own
+        counters.append(vector.reshape(-1))
+    total = counters[0] if counters else torch.zeros((), dtype=torch.int64, device=keys.device)
+    for vector in counters[1:]:
+        total = total[..., None] + vector
+    hashed = mix(total.clone() if has_rows else total + key[0])
+    return _shifted(hashed, 11) >= round(p * 2**53)
+
+
+def _wrapped(count: int) -> int:
+    """count * GOLDEN as a signed number of 64 bits."""
+    return (count * GOLDEN + 2**63) % 2**64 - 2**63
+
+
+class _Masked(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, keep: torch.Tensor, p: float) -> torch.Tensor:
+        ctx.save_for_backward(keep)
+        ctx.scale = 1 / (1 - p) if p < 1 else 0.0
+        return (x * keep).mul_(ctx.scale)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (keep,) = ctx.saved_tensors
+        return (grad * keep).mul_(ctx.scale), None, None
+
+
+def exact_dropout(
+    x: torch.Tensor, keys: torch.Tensor, p: float, site: int, places: Places, of_rows: bool, tp: Group
+) -> torch.Tensor:
+    """x with entries set to 0 with probability p and the others divided by 1 - p; arguments as of `keep_mask`."""
+    keep = x.new_empty(x.shape, dtype=torch.bool) if x.is_meta else keep_mask(keys, p, site, places, of_rows, tp)
+    return _Masked.apply(x, keep.view(x.shape), p)
+
+
+def exact_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+    *draw: Any,
+) -> torch.Tensor:
+    """Scaled dot product attention, written out, with `exact_dropout(weights, *draw)` of its weights [..., T, S].
+
+    q [..., T, D], k [..., S, D], v [..., S, E] -> [..., T, E].
+    """
+    if enable_gqa:
+        k = k.repeat_interleave(q.shape[-3] // k.shape[-3], -3)
+        v = v.repeat_interleave(q.shape[-3] // v.shape[-3], -3)
+    scores = (q * (q.shape[-1] ** -0.5 if scale is None else scale)) @ k.transpose(-2, -1)
+    if is_causal:
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu_(1)
+        scores = scores.masked_fill(hidden, -torch.inf)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+    weights = torch.ops.aten._safe_softmax(scores, -1)  # zeros, not nan, in a row that the mask hides whole
+    return exact_dropout(weights, *draw) @ v

@@ -1,0 +1,112 @@
+"""Make every dropout of a captured graph one that draws by counters, whatever the plan (`meg_compile.ops.counted`).
+
+In:  a captured graph with ATen's dropout and attention.
+Out: the same graph, in place, with exact_dropout and exact_attention, numbered in the order in which the model calls
+     them, and with a field of the batch for the keys of the rows. Where a value's axes lie, the rewrite says later.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from meg_compile.axes.atoms import Dims, leaves
+from meg_compile.axes.infer import Axes
+from meg_compile.axes.layout import Layout
+from meg_compile.axes.op import Op
+from meg_compile.errors import Fault, Refused
+from meg_compile.graph.capture import Captured
+from meg_compile.graph.nodes import base_name, operand, source_line
+from meg_compile.ops.counted import Places, exact_attention, exact_dropout
+
+KEYS = "dropout_keys"
+"""The field: int64 [rows, 2] of `meg_compile.ops.counted.row_keys`."""
+
+
+def draw_by_counters(captured: Captured, rows: int) -> dict[str, torch.Tensor]:
+    """The field for the keys, on meta; none where the model has no dropout. Refused for other random operators."""
+    graph = captured.graph
+    random = [n for n in graph.nodes if n.op == "call_function" and _is_random(n)]
+    if not random:
+        return {}
+    if faults := [_unknown(n) for n in random if not _is_known(n)]:
+        raise Refused(faults)
+    last = [n for n in graph.nodes if n.op == "placeholder"][-1]
+    with graph.inserting_after(last):
+        keys = graph.placeholder(KEYS)
+    keys.meta["val"] = torch.empty(rows, 2, dtype=torch.int64, device="meta")
+    for site, node in enumerate(random):
+        _replace(node, keys, site)
+    captured.fields = (*captured.fields, KEYS)
+    return {KEYS: keys.meta["val"]}
+
+
+def _is_random(node: fx.Node) -> bool:
+    if base_name(node.target) == "scaled_dot_product_attention":
+        return len(node.args) > 4 and bool(node.args[4])
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+
+
+def _is_known(node: fx.Node) -> bool:
+    if base_name(node.target) == "native_dropout":  # its second result, the mask, must have no reader
+        return all(u.target is operator.getitem and u.args[1] == 0 for u in node.users)
+    return base_name(node.target) in ("dropout", "scaled_dot_product_attention")
+
+
+def _unknown(node: fx.Node) -> Fault:
+    where = f" ({line})" if (line := source_line(node)) else ""
+    problem = f"{base_name(node.target)}{where} draws random numbers in a way that depends on the plan"
+    return Fault("dropout", "exact", problem, "use dropout=fast, or torch.nn.functional.dropout in the model")
+
+
+def _replace(node: fx.Node, keys: fx.Node, site: int) -> None:
+    if base_name(node.target) == "scaled_dot_product_attention":
+        mask = node.args[3]
+        causal = node.args[5] if len(node.args) > 5 else node.kwargs.get("is_causal", False)
+        given = {"scale": None, "enable_gqa": False} | node.kwargs
+        args: tuple[Any, ...] = (*node.args[:3], mask, causal, given["scale"], given["enable_gqa"], keys, node.args[4])
+        node.target, node.args, node.kwargs = exact_attention, (*args, site), {}
+        return
+    if base_name(node.target) == "native_dropout":
+        for user in list(node.users):
+            user.replace_all_uses_with(node)
+            node.graph.erase_node(user)
+        node.meta["val"] = node.meta["val"][0]
+    node.target, node.args, node.kwargs = exact_dropout, (operand(node, 0), keys, node.args[1], site), {}
+
+
+def places(op: Op, axes: Axes, layout: Layout) -> tuple[Places, bool]:
+    """(where the axes of what an operator draws for lie on the ranks, whether it has a part for each row).
+
+    Refused where rows of the batch cannot be told apart in it.
+    """
+    assert op.drawn is not None
+    found, num_rows = [], 0
+    for dim in op.drawn:
+        entries = [(a.size, "tp" if a in layout.sharded else "") for a in leaves(dim)]
+        for rows in _row_axes(axes):
+            for i in range(len(entries) - len(rows) + 1):
+                if rows and leaves(dim)[i : i + len(rows)] == rows and num_rows == 0:
+                    size = 1
+                    for row in rows:
+                        size *= row.size
+                    entries[i : i + len(rows)] = [(size, "batch")]
+                    num_rows = size
+        found.append(entries)
+    rows = max(node.meta["val"].shape[0] for node in axes.ops if node.op == "placeholder")
+    if op.constant == bool(num_rows) and rows > 1:
+        where = f" ({line})" if (line := source_line(op.node)) else ""
+        problem = f"dropout{where} of a value in which the rows of the batch cannot be told apart"
+        raise Refused(Fault("dropout", "exact", problem, "use dropout=fast, or drop a value of shape [batch, ...]"))
+    return found, not op.constant
+
+
+def _row_axes(axes: Axes) -> set[tuple]:
+    return {
+        leaves(op.out[0])
+        for node, op in axes.ops.items()
+        if node.op == "placeholder" and isinstance(op.out, Dims) and len(op.out)
+    }
