@@ -32,6 +32,7 @@ def compile(
     loss: Loss | None = cross_entropy,
     dtype: torch.dtype | None = None,
     dropout: Literal["exact", "fast"] = "exact",
+    training: bool = True,
 ) -> Program:
     """Compile a plain model for a parallel plan. No process is started and nothing is allocated.
 
@@ -40,6 +41,7 @@ def compile(
     loss:    loss(logits, labels) for a model that returns logits; one that returns its loss needs none.
     dtype:   train in this dtype (for a builder; a ready module is taken as it is).
     dropout: "exact" draws the same masks under every plan; "fast" draws with torch's generators, as Megatron-LM does.
+    training: False compiles the model as it is in evaluation; `Executor.evaluate` runs it on the weights of another.
 
     Refused, with every fault found, for what cannot work; CaptureError for a model that cannot become a graph.
     """
@@ -47,10 +49,10 @@ def compile(
     if dtype is not None and not isinstance(model, nn.Module):
         module = module.to(dtype)
 
-    captured = capture(module, inputs, loss, source.value)
+    captured = capture(module, inputs, loss, source.value, training)
+    units, limits = sum_over_tokens(captured.graph), find_limits(captured.graph)
     if dropout == "exact":
         inputs = inputs | draw_by_counters(captured, rows=next(iter(inputs.values())).shape[0])
-    units, limits = sum_over_tokens(captured.graph), find_limits(captured.graph)
     axes = infer(captured.graph, captured.tensors)
     choice = choose(axes, plan)
     sequence = shard_sequence(axes, choice.layout, plan)

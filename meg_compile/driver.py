@@ -150,6 +150,7 @@ def loaded_program(config: Config, groups: Groups, device: torch.device, dataset
     program = compile_program(config, dataset)
     executor = Executor(program, groups, device, config.train.seed)
     executor.load()
+    executor.seed(config.train.seed)
     return program, executor
 
 

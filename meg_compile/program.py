@@ -115,7 +115,7 @@ class Program:
     def micro_batches(self, batch: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
         """A replica's rows, field by field [rows, ...], cut into micro-batches of the fields that are read."""
         size = self.micro_batch_size
-        fields = {name: batch[name].split(size) for name in self.inputs}
+        fields = {name: values.split(size) for name, values in batch.items() if name in self.inputs}
         return [dict(zip(fields, values, strict=True)) for values in zip(*fields.values(), strict=True)]
 
     def keyed(self, batch: dict[str, torch.Tensor], seed: int, step: int, rows: list[int]) -> dict[str, torch.Tensor]:
@@ -134,11 +134,14 @@ class Program:
 
         MegError where the losses of micro-batches do not add up to that of the global batch.
         """
-        return self.units.count(self.micro_batches(batch))
+        return self.units.count(self._counted(batch))
 
     def labels(self, batch: dict[str, torch.Tensor]) -> int:
         """What all replicas must have alike for the mean of their losses to be the global batch's; 0 for nothing."""
-        return self.units.labels(self.micro_batches(batch)[0])
+        return self.units.labels(self._counted(batch)[0])
+
+    def _counted(self, batch: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+        return self.micro_batches({name: values for name, values in batch.items() if name != KEYS})
 
     def holders(self, spec: ParamSpec) -> tuple[int, ...]:
         """The pipeline ranks that hold a copy of a parameter."""

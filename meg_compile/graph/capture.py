@@ -1,6 +1,6 @@
 """Capture: a plain model and its loss become one torch.fx graph of ATen operators.
 
-In:  an `nn.Module` in training mode (real or on meta), example tensors of one micro-batch, a loss.
+In:  an `nn.Module` (real or on meta), example tensors of one micro-batch, a loss.
 Out: `Captured`, a graph whose placeholders are the fields of a batch and whose get_attr nodes carry the user's
      own parameter names, with its one output, the loss. The same operators run as in the plain model.
 """
@@ -69,10 +69,15 @@ class _Step(nn.Module):
 
 
 def capture(
-    model: nn.Module, inputs: dict[str, torch.Tensor], loss: Loss | None, value_of: ValueOf | None = None
+    model: nn.Module,
+    inputs: dict[str, torch.Tensor],
+    loss: Loss | None,
+    value_of: ValueOf | None = None,
+    training: bool = True,
 ) -> Captured:
     """Capture a model with its loss. CaptureError names the user's source line and what stopped it.
 
+    training: the mode that the model is captured in.
     value_of: the real value of a tensor on meta that the model holds outside its parameters and buffers.
     The model is left as it was.
     """
@@ -80,8 +85,8 @@ def capture(
     fields = tuple(name for name in inputs if name in binding or name == "labels")
     device = next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
     step = _Step(model, loss, binding, fields)
-    training = {module: module.training for module in model.modules()}
-    model.train()
+    modes = {module: module.training for module in model.modules()}
+    model.train(training)
     try:
         with stand_ins(step, value_of) as stand_in, sentinel(model), warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -96,7 +101,7 @@ def capture(
     except Exception as error:
         raise CaptureError(_explain(error)) from error
     finally:
-        for module, mode in training.items():
+        for module, mode in modes.items():
             module.training = mode
     return _take(program.module(check_guards=False), step, fields, stand_in)
 

@@ -1,5 +1,5 @@
-"""Dropout whose masks depend on nothing but what is dropped: the seed, the step, the row, the place in the model and the
-position in the value.
+"""Dropout whose masks depend on nothing but what is dropped: the seed, the step, the row of the run, the place in the
+model and the position in the value.
 
 A mask is a hash of counters (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"), so whoever holds
 whatever part of a value, in whatever micro-batch, draws the same mask for it, any number of times. The hash is the
@@ -16,8 +16,8 @@ import torch
 from meg_compile.ops.group import Group
 
 Places = list[list[tuple[int, str]]]
-"""For each dim of a value its axes, major to minor, as (whole size, "batch" | "tp" | ""): the rows of the batch, an axis
-of which each tp rank holds its part, or one that is whole."""
+"""For each dim of a value its axes, major to minor, as (whole size, "batch" | "tp" | ""): the rows of the batch, an
+axis of which each tp rank holds its part, or one that is whole."""
 
 GOLDEN = -7046029254386353131
 _MULTIPLIERS = (-4658895280553007687, -7723592293110705685)

@@ -8,7 +8,6 @@ Out: the same graph, in place, with exact_dropout and exact_attention, numbered 
 from __future__ import annotations
 
 import operator
-from typing import Any
 
 import torch
 from torch import fx
@@ -64,11 +63,11 @@ def _unknown(node: fx.Node) -> Fault:
 
 def _replace(node: fx.Node, keys: fx.Node, site: int) -> None:
     if base_name(node.target) == "scaled_dot_product_attention":
-        mask = node.args[3]
-        causal = node.args[5] if len(node.args) > 5 else node.kwargs.get("is_causal", False)
-        given = {"scale": None, "enable_gqa": False} | node.kwargs
-        args: tuple[Any, ...] = (*node.args[:3], mask, causal, given["scale"], given["enable_gqa"], keys, node.args[4])
-        node.target, node.args, node.kwargs = exact_attention, (*args, site), {}
+        q, k, v, mask, p, *rest = node.args
+        causal = rest[0] if rest else node.kwargs.get("is_causal", False)
+        scale, enable_gqa = node.kwargs.get("scale"), node.kwargs.get("enable_gqa", False)
+        node.args = (q, k, v, mask, causal, scale, enable_gqa, keys, p, site)
+        node.target, node.kwargs = exact_attention, {}
         return
     if base_name(node.target) == "native_dropout":
         for user in list(node.users):
@@ -97,11 +96,12 @@ def places(op: Op, axes: Axes, layout: Layout) -> tuple[Places, bool]:
                     num_rows = size
         found.append(entries)
     rows = max(node.meta["val"].shape[0] for node in axes.ops if node.op == "placeholder")
-    if op.constant == bool(num_rows) and rows > 1:
+    of_rows = not axes.ops[operand(op.node, 0)].constant
+    if of_rows != bool(num_rows) and rows > 1:
         where = f" ({line})" if (line := source_line(op.node)) else ""
         problem = f"dropout{where} of a value in which the rows of the batch cannot be told apart"
         raise Refused(Fault("dropout", "exact", problem, "use dropout=fast, or drop a value of shape [batch, ...]"))
-    return found, not op.constant
+    return found, of_rows
 
 
 def _row_axes(axes: Axes) -> set[tuple]:

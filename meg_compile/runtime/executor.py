@@ -23,16 +23,23 @@ class Executor:
     """Holds and runs what one rank holds and runs.
 
     parameters:  this rank's trainable shards by the user's names.
-    tensors:     those and its frozen parameters and buffers.
+    tensors:     those and its frozen parameters and buffers; given, they are another executor's of the same plan.
     """
 
-    def __init__(self, program: Program, groups: Groups, device: torch.device, seed: int = 0):
+    def __init__(
+        self,
+        program: Program,
+        groups: Groups,
+        device: torch.device,
+        seed: int = 0,
+        tensors: dict[str, torch.Tensor] | None = None,
+    ):
         self.program, self.groups, self.device = program, groups, device
         at = groups.coords
         self.stages = [program.stages[i] for i in program.stage_of_rank(at.pp)]
         local = {s.index for s in self.stages}
         self.specs = {n: spec for n, spec in program.params.items() if local & set(spec.stages)}
-        self.tensors = {name: _allocate(spec, device) for name, spec in self.specs.items()}
+        self.tensors = tensors or {name: _allocate(spec, device) for name, spec in self.specs.items()}
         self.parameters = {n: t for n, t in self.tensors.items() if isinstance(t, nn.Parameter) and t.requires_grad}
         tp = Group(program.plan.tp, at.tp, groups.tp)
         rng = ShardRng(seed + 7919 * (1 + at.tp + program.plan.tp * (at.dp + program.plan.dp * at.pp)), device)
@@ -62,18 +69,31 @@ class Executor:
                 missing.discard(name)
         assert not missing, f"no starting values for {sorted(missing)}"
 
+    def seed(self, seed: int) -> None:
+        """Seed this device's generator, from which dropout="fast" draws the masks of whole values: alike on the tp
+        ranks that hold the same value, otherwise on each replica and stage."""
+        at = self.groups.coords
+        torch.manual_seed(seed + 100 * at.pp + 10007 * at.dp)
+
     def run(self, batch: Batch, scale: float) -> float:
         """Forward and backward over all micro-batches of a replica's rows {field: [rows, ...]}.
 
         Returns the sum of scale * loss on the ranks of the last stage, 0.0 on others; adds to the gradients.
         MegError for an index outside its vocabulary.
         """
+        return self._run(batch, scale, True)
+
+    def evaluate(self, batch: Batch, scale: float) -> float:
+        """The same without backward; whether dropout drops is settled when the program is compiled."""
+        return self._run(batch, scale, False)
+
+    def _run(self, batch: Batch, scale: float, backward: bool) -> float:
         for limit in self.program.limits:
             limit.check(batch)
         num = next(iter(batch.values())).shape[0] // self.program.micro_batch_size
         if num not in self._runs:
             self._runs[num] = self._schedule(num)
-        return self._runs[num]({n: v.to(self.device) for n, v in batch.items()}, scale)
+        return self._runs[num]({n: v.to(self.device) for n, v in batch.items()}, scale, backward)
 
     def reduce_gradients(self) -> None:
         """Sum gradients over tp (partial ones), over the copies of tied parameters, and over dp."""

@@ -20,9 +20,9 @@ from meg_compile.program import Program
 from meg_compile.runtime.stage import StageModule
 
 Batch = dict[str, torch.Tensor]
-Run = Callable[[Batch, float], float]
-"""(a replica's rows, scale) -> the sum of scale * loss over its micro-batches; 0.0 where the last stage is elsewhere.
-Gradients of that sum are left in the parameters."""
+Run = Callable[[Batch, float, bool], float]
+"""(a replica's rows, scale, backward) -> the sum of scale * loss over its micro-batches; 0.0 where the last stage is
+elsewhere. With backward, gradients of that sum are left in the parameters."""
 
 SCHEDULES: dict[str, type[Any]] = {
     "1f1b": Schedule1F1B,
@@ -32,11 +32,13 @@ SCHEDULES: dict[str, type[Any]] = {
 
 
 def one_stage(program: Program, module: StageModule) -> Run:
-    def run(batch: Batch, scale: float) -> float:
+    def run(batch: Batch, scale: float, backward: bool) -> float:
         losses = []
         for fields in program.micro_batches(batch):
-            loss = module(**fields) * scale
-            loss.backward()
+            with torch.set_grad_enabled(backward):
+                loss = module(**fields) * scale
+            if backward:
+                loss.backward()
             losses.append(loss.detach())
         return float(torch.stack(losses).sum())
 
@@ -62,13 +64,17 @@ def pipeline(
     )
     last = any(s.is_last for s in pipe_stages)
 
-    def run(batch: Batch, scale: float) -> float:
+    def run(batch: Batch, scale: float, backward: bool) -> float:
         losses: list[torch.Tensor] = []
         fields = {name: batch[name] for s in stages for name in s.fields}
         extra = {}
         if last:
             extra = {"target": torch.full((num_micro_batches,), scale, device=device, dtype=torch.float64)}
-        schedule.step(**fields, **extra, losses=losses if last else None, return_outputs=False)
+        schedule._has_backward = (
+            backward  # what eval() sets too; it would then concatenate the losses, which are scalars
+        )
+        with torch.set_grad_enabled(backward):
+            schedule.step(**fields, **extra, losses=losses if last else None, return_outputs=False)
         return float(torch.stack(losses).detach().sum()) if last else 0.0
 
     return run

@@ -37,10 +37,9 @@ def verify(
 ) -> Report:
     """Compare starting weights (bit by bit), then of each step the loss, every gradient, the norm and every weight.
 
-    The program must have been compiled from the same factory, with dropout="exact" or under `DropoutOff`, and be freshly
-    loaded. All ranks call
-    this and get the same `ok`; rank 0 holds the whole plain model for it. With update=False no weight moves and the
-    gradients are cleared afterwards, so that training can follow.
+    The program must have been compiled from the same factory, with dropout="exact" or under `DropoutOff`, and be
+    freshly loaded. All ranks call this and get the same `ok`; rank 0 holds the whole plain model for it. With
+    update=False no weight moves and the gradients are cleared afterwards, so that training can follow.
 
     In float64 both sides train on by themselves. In float32 the plain side takes over the compiled gradients once they
     are compared: AdamW turns the rounding noise of a gradient near zero into a step of full size, so two right runs

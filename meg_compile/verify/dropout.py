@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +14,7 @@ from meg_compile.errors import MegError
 from meg_compile.ops.counted import Places, exact_attention, exact_dropout
 from meg_compile.ops.group import Group
 
+_ATTENTION = F.scaled_dot_product_attention
 PLAIN = {F.dropout, torch.dropout, torch.dropout_}
 OTHERS = {
     torch.alpha_dropout,
@@ -39,12 +41,18 @@ class DropoutMode(TorchFunctionMode):
             p = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
             training = kwargs.get("training", kwargs.get("train", args[2] if len(args) > 2 else True))
             return self.drop(func, x, p) if p and training else x
-        if func is F.scaled_dot_product_attention:
+        if func is _ATTENTION:
             names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
             kwargs |= dict(zip(names, args, strict=False))
             p = kwargs.pop("dropout_p", 0.0)
             return self.attend(p, **kwargs) if p else func(**kwargs)
+        if func is F.multi_head_attention_forward:  # no mode is active inside it
+            with patch.multiple(F, dropout=self._as(F.dropout), scaled_dot_product_attention=self._as(_ATTENTION)):
+                return func(*args, **kwargs)
         return func(*args, **kwargs)
+
+    def _as(self, func: Any) -> Any:
+        return lambda *args, **kwargs: self.__torch_function__(func, (), args, kwargs)
 
     def drop(self, func: Any, x: Tensor, p: float) -> Tensor:
         raise NotImplementedError
@@ -66,7 +74,7 @@ class DropoutOff(DropoutMode):
 
     def attend(self, p: float, **given: Any) -> Tensor:
         self.num_switched_off += 1
-        return F.scaled_dot_product_attention(**given)
+        return _ATTENTION(**given)
 
 
 class DropoutExact(DropoutMode):
