@@ -75,6 +75,18 @@ def tensor_by_hand(size: Size) -> Step:
     return _whole_batch(by_hand.tensor_parallel(build(size)), by_hand.loss)
 
 
+def after_forward(size: Size, step: Step) -> Step:
+    """`step`, after one more forward pass of the plain module, which keeps nothing."""
+    model = build(size)
+
+    def forward_and_step(batch: dict[str, Tensor]) -> float | None:
+        with torch.no_grad():
+            cross_entropy(model(batch["input_ids"]), batch["labels"])
+        return step(batch)
+
+    return forward_and_step
+
+
 def _whole_batch(model: nn.Module, loss_of: Callable[[Tensor, Tensor], Tensor]) -> Step:
     optim = optimizer(model.parameters())
 

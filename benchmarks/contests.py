@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from benchmarks.contenders import (
     Step,
+    after_forward,
     compiled,
     eager,
     pipeline_by_hand,
@@ -44,6 +45,13 @@ def _one(size: Size) -> dict[str, Step]:
     return {"compiled": compiled(size, Plan(), rows=4)[0], "eager": eager(size)}
 
 
+def _recompute(size: Size) -> dict[str, Step]:
+    return {
+        "recompute": compiled(size, Plan(recompute="full"), rows=4)[0],
+        "forward again": after_forward(size, compiled(size, Plan(), rows=4)[0]),
+    }
+
+
 def _tensor(size: Size) -> dict[str, Step]:
     return {
         "compiled": compiled(size, Plan(tp=2), rows=4)[0],
@@ -79,6 +87,12 @@ def _against_hand(size: Size, plan: Plan) -> dict[str, Step]:
 
 CONTESTS = (
     Contest(1, 4, _one, (Pair("eager", "tp=1 / plain module, eager", "compiled", "eager", 1.02),)),
+    Contest(
+        1,
+        4,
+        _recompute,
+        (Pair("recompute", "recompute=full / none, and a forward more", "recompute", "forward again", 1.00),),
+    ),
     Contest(
         2,
         4,
