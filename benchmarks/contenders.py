@@ -6,18 +6,21 @@ that does not know it. All take the same optimizer step from the same weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
+    PrepareModuleOutput,
     RowwiseParallel,
+    SequenceParallel,
     loss_parallel,
     parallelize_module,
 )
@@ -72,6 +75,18 @@ def tensor_by_hand(size: Size) -> Step:
     return _whole_batch(by_hand.tensor_parallel(build(size)), by_hand.loss)
 
 
+def after_forward(size: Size, step: Step) -> Step:
+    """`step`, after one more forward pass of the plain module, which keeps nothing."""
+    model = build(size)
+
+    def forward_and_step(batch: dict[str, Tensor]) -> float | None:
+        with torch.no_grad():
+            cross_entropy(model(batch["input_ids"]), batch["labels"])
+        return step(batch)
+
+    return forward_and_step
+
+
 def _whole_batch(model: nn.Module, loss_of: Callable[[Tensor, Tensor], Tensor]) -> Step:
     optim = optimizer(model.parameters())
 
@@ -85,18 +100,26 @@ def _whole_batch(model: nn.Module, loss_of: Callable[[Tensor, Tensor], Tensor]) 
     return step
 
 
-def tensor_by_dtensor(size: Size) -> Step:
-    """`parallelize_module` with one f for q, k and v, vocabulary-parallel embedding and head, and `loss_parallel`."""
-    whole_input = PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Replicate())
+def tensor_by_dtensor(size: Size, sp: bool = False) -> Step:
+    """`parallelize_module` with one f for q, k and v, vocabulary-parallel embedding and head, and `loss_parallel`.
+
+    sp: the sequence is sharded from the embedding, which reduce-scatters, to the head, norms included.
+    """
+    between = Shard(1) if sp else Replicate()
+    gathered = PrepareModuleInput(input_layouts=between, desired_input_layouts=Replicate())
     block = {
-        "attn": whole_input,
-        "mlp": whole_input,
+        "attn": gathered,
+        "mlp": gathered,
         **{name: ColwiseParallel() for name in ("attn.q", "attn.k", "attn.v", "mlp.up")},
-        **{name: RowwiseParallel() for name in ("attn.o", "mlp.down")},
+        **{name: RowwiseParallel(output_layouts=between) for name in ("attn.o", "mlp.down")},
+        **({name: SequenceParallel(use_local_output=True) for name in ("attn_norm", "mlp_norm")} if sp else {}),
     }
     plan = {f"blocks.{i}.{name}": style for i in range(size.layers) for name, style in block.items()}
-    plan["embedding.tokens"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate())
-    plan["head"] = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
+    plan["embedding.tokens"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=between)
+    plan["head"] = ColwiseParallel(input_layouts=between, output_layouts=Shard(-1), use_local_output=False)
+    if sp:
+        plan["embedding.positions"] = PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Shard(0))
+        plan["norm"] = SequenceParallel(use_local_output=True)
     model = parallelize_module(build(size), init_device_mesh("cpu", (torch.distributed.get_world_size(),)), plan)
     optim = optimizer(model.parameters())
 
@@ -111,35 +134,47 @@ def tensor_by_dtensor(size: Size) -> Step:
     return step
 
 
-def pipeline_by_hand(size: Size, rows: int, num_micro_batches: int, cut: int) -> Step:
-    """torch's 1F1B over two stages split by hand: `cut` blocks on rank 0, the others on rank 1."""
-    model, rank = build(size), torch.distributed.get_rank()
-    first, last = rank == 0, rank == 1
-    parts = [model.embedding, *model.blocks[:cut]] if first else [*model.blocks[cut:], model.norm, model.head]
+def pipeline_by_hand(size: Size, rows: int, num_micro_batches: int, cut: Sequence[int]) -> Step:
+    """torch's 1F1B over stages split by hand, with `cut` blocks each, on two ranks: interleaved where there are more
+    stages than ranks."""
+    model, rank, ranks = build(size), torch.distributed.get_rank(), torch.distributed.get_world_size()
+    ends, last = list(accumulate(cut)), len(cut) - 1
     hidden = torch.empty(rows, size.seq, size.hidden, device="meta").requires_grad_()
     tokens = torch.empty(rows, size.seq, dtype=torch.int64, device="meta")
     logits = torch.empty(rows, size.seq, size.vocab, device="meta").requires_grad_()
-    stage = PipelineStage(
-        nn.Sequential(*parts),
-        rank,
-        2,
-        CPU,
-        input_args=tokens if first else hidden,
-        output_args=hidden if first else logits,
-    )
-    optim = optimizer(stage.submod.parameters())
-    schedule = Schedule1F1B(
-        stage, num_micro_batches, lambda *both: cross_entropy(*both) / num_micro_batches, scale_grads=False
-    )
+
+    def stage(index: int) -> PipelineStage:
+        before = [model.embedding] if index == 0 else []
+        after = [model.norm, model.head] if index == last else []
+        parts = [*before, *model.blocks[ends[index] - cut[index] : ends[index]], *after]
+        return PipelineStage(
+            nn.Sequential(*parts),
+            index,
+            len(cut),
+            CPU,
+            input_args=tokens if before else hidden,
+            output_args=logits if after else hidden,
+        )
+
+    stages = [stage(index) for index in range(rank, len(cut), ranks)]
+    optim = optimizer(parameter for stage in stages for parameter in stage.submod.parameters())
+
+    def share(logits: Tensor, labels: Tensor) -> Tensor:
+        return cross_entropy(logits, labels) / num_micro_batches
+
+    if len(cut) == ranks:
+        schedule = Schedule1F1B(stages[0], num_micro_batches, share, scale_grads=False)
+    else:
+        schedule = ScheduleInterleaved1F1B(stages, num_micro_batches, share, scale_grads=False)
+    reads, knows_loss = rank == 0, rank == last % ranks
 
     def step(batch: dict[str, Tensor]) -> float | None:
         losses: list[Tensor] = []
-        if first:
-            schedule.step(batch["input_ids"], return_outputs=False)
-        else:
-            schedule.step(target=batch["labels"], losses=losses, return_outputs=False)
+        inputs = (batch["input_ids"],) if reads else ()
+        target = {"target": batch["labels"], "losses": losses} if knows_loss else {}
+        schedule.step(*inputs, **target, return_outputs=False)
         optim.step()
         optim.zero_grad()
-        return torch.stack(losses).sum().item() if last else None
+        return torch.stack(losses).sum().item() if knows_loss else None
 
     return step

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from benchmarks.contenders import (
     Step,
+    after_forward,
     compiled,
     eager,
     pipeline_by_hand,
@@ -44,6 +45,13 @@ def _one(size: Size) -> dict[str, Step]:
     return {"compiled": compiled(size, Plan(), rows=4)[0], "eager": eager(size)}
 
 
+def _recompute(size: Size) -> dict[str, Step]:
+    return {
+        "recompute": compiled(size, Plan(recompute="full"), rows=4)[0],
+        "forward again": after_forward(size, compiled(size, Plan(), rows=4)[0]),
+    }
+
+
 def _tensor(size: Size) -> dict[str, Step]:
     return {
         "compiled": compiled(size, Plan(tp=2), rows=4)[0],
@@ -52,20 +60,39 @@ def _tensor(size: Size) -> dict[str, Step]:
     }
 
 
+def _sequence(size: Size) -> dict[str, Step]:
+    return {
+        "sequence": compiled(size, Plan(tp=2, sp=True), rows=4)[0],
+        "compiled": compiled(size, Plan(tp=2), rows=4)[0],
+        "DTensor": tensor_by_dtensor(size, sp=True),
+    }
+
+
 def _pipeline(size: Size) -> dict[str, Step]:
-    step, program = compiled(size, Plan(pp=2), PIPELINE_ROWS)
     half = size.layers // 2
     equal = Plan(pp=2, stages=(half, size.layers - half))
-    cut = len(program.stages[0].layers)
-    return {
-        "compiled": step,
-        "equal cut": compiled(size, equal, PIPELINE_ROWS)[0],
-        "by hand": pipeline_by_hand(size, PIPELINE_ROWS, PIPELINE_MICRO_BATCHES, cut),
-    }
+    return _against_hand(size, Plan(pp=2)) | {"equal cut": compiled(size, equal, PIPELINE_ROWS)[0]}
+
+
+def _interleaved(size: Size) -> dict[str, Step]:
+    return _against_hand(size, Plan(pp=2, vpp=2, schedule="interleaved_1f1b"))
+
+
+def _against_hand(size: Size, plan: Plan) -> dict[str, Step]:
+    """A compiled pipeline, and one by hand with as many blocks in each stage."""
+    step, program = compiled(size, plan, PIPELINE_ROWS)
+    cut = [len(stage.layers) for stage in program.stages]
+    return {"compiled": step, "by hand": pipeline_by_hand(size, PIPELINE_ROWS, PIPELINE_MICRO_BATCHES, cut)}
 
 
 CONTESTS = (
     Contest(1, 4, _one, (Pair("eager", "tp=1 / plain module, eager", "compiled", "eager", 1.02),)),
+    Contest(
+        1,
+        4,
+        _recompute,
+        (Pair("recompute", "recompute=full / none, and a forward more", "recompute", "forward again", 1.00),),
+    ),
     Contest(
         2,
         4,
@@ -77,12 +104,27 @@ CONTESTS = (
     ),
     Contest(
         2,
+        4,
+        _sequence,
+        (
+            Pair("sp", "tp=2 sp / tp=2", "sequence", "compiled", 1.10),
+            Pair("sp-dtensor", "tp=2 sp / DTensor, sequence parallel", "sequence", "DTensor", 0.80),
+        ),
+    ),
+    Contest(
+        2,
         PIPELINE_ROWS * PIPELINE_MICRO_BATCHES,
         _pipeline,
         (
             Pair("pp-hand", "pp=2 1F1B / stages by hand, same cut", "compiled", "by hand", 1.03),
             Pair("pp-cut", "pp=2 automatic cut / equal layers", "compiled", "equal cut", 0.97),
         ),
+    ),
+    Contest(
+        2,
+        PIPELINE_ROWS * PIPELINE_MICRO_BATCHES,
+        _interleaved,
+        (Pair("vpp-hand", "pp=2 vpp=2 1F1B / stages by hand, same cut", "compiled", "by hand", 1.03),),
     ),
 )
 KEYS = tuple(pair.key for contest in CONTESTS for pair in contest.pairs)

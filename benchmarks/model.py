@@ -27,8 +27,8 @@ class Size:
     def parse(cls, text: str) -> Size:
         """ "4x256" -> 4 layers of width 256. ValueError for anything else."""
         layers, hidden = map(int, text.split("x"))
-        if layers < 2 or hidden < 2 * HEAD_SIZE or hidden % (2 * HEAD_SIZE):
-            raise ValueError(f"{text}: takes at least 2 layers, and a hidden size that {2 * HEAD_SIZE} divides")
+        if layers < 4 or hidden < 2 * HEAD_SIZE or hidden % (2 * HEAD_SIZE):
+            raise ValueError(f"{text}: takes at least 4 layers, and a hidden size that {2 * HEAD_SIZE} divides")
         return cls(layers, hidden)
 
     def __str__(self) -> str:
