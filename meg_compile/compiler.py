@@ -12,9 +12,11 @@ from meg_compile.axes.infer import Axes, infer
 from meg_compile.axes.layout import Layout, Shard, shard
 from meg_compile.graph.capture import Captured, Loss, capture
 from meg_compile.models.loss import cross_entropy
+from meg_compile.ops.group import Group
 from meg_compile.passes.check import check_shapes
 from meg_compile.passes.choose import choose
-from meg_compile.passes.dropout import draw_by_counters
+from meg_compile.passes.context import context_parallel, take_parts
+from meg_compile.passes.dropout import draw_by_counters, find_draws
 from meg_compile.passes.in_place import in_place
 from meg_compile.passes.partition import Stage, partition
 from meg_compile.passes.sequence import shard_sequence
@@ -53,17 +55,23 @@ def compile(
     units, limits = sum_over_tokens(captured.graph), find_limits(captured.graph)
     if dropout == "exact":
         inputs = inputs | draw_by_counters(captured, rows=next(iter(inputs.values())).shape[0])
-    axes = infer(captured.graph, captured.tensors)
+    axes, fields = infer(captured.graph, captured.tensors), {name: inputs[name].to("meta") for name in captured.fields}
+    draws = find_draws(axes)
+    parts: dict[str, int] = {}
+    if plan.cp > 1:
+        captured.graph, parts = context_parallel(captured.graph, axes, plan, units.tokens)
+        inputs = take_parts(inputs, parts, Group(plan.cp))
+        check_shapes(captured.graph, plan, {n: t.to("meta") for n, t in captured.tensors.items()}, inputs)
+        axes = infer(captured.graph, captured.tensors)
     choice = choose(axes, plan)
     sequence = shard_sequence(axes, choice.layout, plan)
     parallel = tensor_parallel(captured.graph, axes, choice.layout, sequence)
-    check_shapes(parallel.graph, plan.tp, _on_meta(captured, axes, choice.layout), inputs)
+    check_shapes(parallel.graph, plan, _on_meta(captured, axes, choice.layout), inputs)
     in_place(parallel.graph)
     stages = partition(parallel.graph, plan)
 
     params = _specify(captured, axes, choice.layout, stages, parallel.partial)
-    fields = {name: inputs[name].to("meta") for name in captured.fields}
-    return Program(plan, fields, stages, params, units, limits, captured, axes, choice, source)
+    return Program(plan, fields, parts, stages, params, units, limits, draws, captured, axes, choice, source)
 
 
 def _on_meta(captured: Captured, axes: Axes, layout: Layout) -> dict[str, torch.Tensor]:

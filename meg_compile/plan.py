@@ -20,7 +20,7 @@ class Plan:
     pp        pipeline ranks, each with `vpp` stages
     vpp       stages (chunks) per pipeline rank; more than 1 needs schedule="interleaved_1f1b"
     dp        replicas that read different rows (data parallel)
-    cp        ranks that share a sequence (context parallel); only 1
+    cp        ranks that share every sequence (context parallel)
     sp        shard the sequence over the tp ranks between g and f (sequence parallel)
     schedule  one of `SCHEDULES`
     stages    blocks per stage in order, pp*vpp numbers; None lets the compiler balance them
@@ -77,8 +77,6 @@ def plan_faults(
         for name, size in sizes.items()
         if size < 1
     ]
-    if cp > 1:
-        faults.append(Fault("plan.cp", cp, "context parallelism is not available", "use plan.cp=1"))
     if schedule not in SCHEDULES:
         guess = nearest(schedule, SCHEDULES)
         hint = (f"did you mean {guess}? " if guess else "") + f"There are {', '.join(SCHEDULES)}"

@@ -9,12 +9,12 @@ from typing import Any, Protocol
 import torch
 
 from meg_compile.axes.infer import Axes
-from meg_compile.axes.layout import Layout, Shard
+from meg_compile.axes.layout import Shard
 from meg_compile.explain.describe import explain, to_dict
 from meg_compile.graph.capture import Captured
 from meg_compile.ops.counted import Places, row_keys
 from meg_compile.passes.choose import Choice
-from meg_compile.passes.dropout import KEYS, places
+from meg_compile.passes.dropout import KEYS
 from meg_compile.passes.partition import Stage
 from meg_compile.passes.tokens import Limit, Units
 from meg_compile.plan import Plan
@@ -82,20 +82,25 @@ class Program:
 
     plan:             the parallel plan.
     inputs:           one micro-batch of each field that the program reads, on meta.
+    parts:            the fields of which each cp rank reads its part, and along which dim.
     stages:           pp * vpp stages; stage s runs on pipeline rank s % pp.
     params:           every parameter and buffer by the user's name.
     units:            what the loss of a micro-batch is a sum over.
     limits:           the fields that hold indices, and how far they reach.
+    draws:            of every dropout, in the order in which the model calls them: where the axes of a whole value lie,
+                      and whether each row of the batch draws its own mask.
     captured, axes, choice:  what the stages were made from, for explanations.
     source:           the starting weights; None for a model that was given on meta.
     """
 
     plan: Plan
     inputs: dict[str, torch.Tensor]
+    parts: dict[str, int]
     stages: list[Stage]
     params: dict[str, ParamSpec]
     units: Units
     limits: list[Limit]
+    draws: list[tuple[Places, bool]]
     captured: Captured
     axes: Axes
     choice: Choice
@@ -121,13 +126,6 @@ class Program:
     def keyed(self, batch: dict[str, torch.Tensor], seed: int, step: int, rows: list[int]) -> dict[str, torch.Tensor]:
         """A replica's rows with the keys of their dropout masks; rows: their positions in the whole run."""
         return batch | {KEYS: row_keys(seed, step, rows)} if KEYS in self.inputs else batch
-
-    @property
-    def draws(self) -> list[tuple[Places, bool]]:
-        """Of every dropout, in the order in which the model calls them: where its value's axes lie in a whole value,
-        and whether rows of the batch draw their own masks."""
-        whole = Layout(1, frozenset())
-        return [places(op, self.axes, whole) for op in self.axes.ops.values() if op.drawn is not None]
 
     def count(self, batch: dict[str, torch.Tensor]) -> int:
         """Units (counted tokens) in a replica's rows: the losses of its micro-batches are sums over these.

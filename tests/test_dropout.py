@@ -13,7 +13,6 @@ from meg_compile.errors import Refused
 from meg_compile.models.gpt2 import GPT2
 from meg_compile.models.loss import cross_entropy
 from meg_compile.ops.counted import exact_attention, keep_mask, row_keys
-from meg_compile.ops.group import Group
 from meg_compile.runtime.executor import Executor
 from meg_compile.train.batches import batches_of
 from meg_compile.verify import verify
@@ -88,7 +87,7 @@ def test_masks_differ_by_row_step_site_seed_and_position():
     places = [[(2, "batch")], [(64, "")], [(32, "")]]
 
     def mask(keys=keys, site=0):
-        return keep_mask(keys, 0.25, site, places, True, Group())
+        return keep_mask(keys, 0.25, site, places, True)
 
     right = mask()
     assert torch.equal(mask(), right)
@@ -97,7 +96,7 @@ def test_masks_differ_by_row_step_site_seed_and_position():
         # two independent masks agree in 0.75^2 + 0.25^2 of their 4096 entries, give or take 0.0076
         assert (other == right).float().mean().item() == pytest.approx(0.625, abs=0.04)
     assert right.float().mean().item() == pytest.approx(0.75, abs=0.03)
-    shared = [keep_mask(row_keys(1, step, [3]), 0.25, 0, [[(64, "")]], False, Group()) for step in (5, 5, 6)]
+    shared = [keep_mask(row_keys(1, step, [3]), 0.25, 0, [[(64, "")]], False) for step in (5, 5, 6)]
     assert torch.equal(shared[0], shared[1]) and not torch.equal(shared[0], shared[2])
 
 
@@ -105,7 +104,13 @@ def test_attention_is_attention():
     q, k, v = (torch.randn(2, 4, n, 6, dtype=torch.float64) for n in (5, 7, 7))
     mask = torch.rand(5, 7) > 0.5
     mask[2] = False
-    nothing = (row_keys(0, 0, [0, 1]), 0.0, 0, [[(2, "batch")], [(4, "")], [(5, "")], [(7, "")]], True, Group())
+    nothing = (
+        row_keys(0, 0, [0, 1]),
+        0.0,
+        0,
+        [[(2, "batch")], [(4, "")], [(5, "")], [(7, "")]],
+        True,
+    )
     for given in ({"attn_mask": mask}, {"is_causal": True}, {"attn_mask": torch.randn(5, 7).double(), "scale": 0.3}):
         right = F.scaled_dot_product_attention(q, k, v, **given)
         options = (given.get("is_causal", False), given.get("scale"), False)

@@ -119,7 +119,7 @@ CASES = [
     case("plan.tp=0", "plan.tp=0", "at least 1"),
     case("plan.dp=-1", "plan.dp=-1", "at least 1"),
     case("plan.sp=true data.seq_len=33", "plan.sp=True", "plan.tp=2 does not divide the sequence of 33"),
-    case("plan.cp=2", "plan.cp=2", "plan.cp=1"),
+    case("plan.cp=2 data.seq_len=126", "plan.cp=2", "126", "4 divides", "plan.cp=1"),
     case("plan.vpp=2", "plan.vpp=2", "plan.schedule=interleaved_1f1b"),
     case("plan.stages=[1,2,1]", "plan.stages=[1,2,1]", "pp=2 x vpp=1 = 2"),
     case("train.steps=-1", "train.steps=-1", "0 or more"),

@@ -6,6 +6,7 @@ A whole training step runs on threads; the process groups themselves count what 
 import threading
 from collections import Counter
 from functools import partial
+from math import prod
 from unittest.mock import patch
 
 import models
@@ -93,7 +94,15 @@ def measure(program: Program, vocab: int) -> tuple[Counter, Counter]:
         gate.wait()  # no rank may draw random numbers while another seeds its own
         executor.load()
         trainer = Trainer(config, program, executor, groups, models.FixedRows(vocab=vocab))
-        known = {"tp": groups.tp, "pp": groups.pp, "dp": groups.dp, "world": dist.group.WORLD}
+        known = {
+            "tp": groups.tp,
+            "pp": groups.pp,
+            "dp": groups.dp,
+            "cp": groups.cp,
+            "world": dist.group.WORLD,
+        }
+        if groups.cp is not None and groups.dp is not None:
+            known["dp_cp"] = groups.dp_cp
         names.update({(rank, group.pg_name): name for name, group in known.items() if group is not None})
         trainer.gradients(0)  # in its first step a pipeline greets its neighbours
         gate.wait()
@@ -134,7 +143,8 @@ def folded(counter: Counter, program: Program) -> dict:
     """Bytes by rank and kind, with groups of the same ranks as one: a group that spans the world is the world."""
     out = Counter()
     for (rank, kind, group), value in counter.items():
-        out[rank, kind, "world" if getattr(program.plan, group, 0) == program.plan.mesh.size else group] += value
+        sizes = [getattr(program.plan, dim, 0) for dim in group.split("_")]
+        out[rank, kind, "world" if prod(sizes) == program.plan.mesh.size else group] += value
     return {key: value for key, value in out.items() if value}
 
 
@@ -154,11 +164,13 @@ PLANS = [
     Plan(tp=2, sp=True),
     Plan(tp=4, sp=True),
     Plan(tp=2, pp=2, dp=2, sp=True),
+    Plan(cp=2, tp=2, sp=True),
+    Plan(cp=2, dp=2),
 ]
 
 
 def name(plan):
-    sizes = [f"{dim}{getattr(plan, dim)}" for dim in ("tp", "pp", "vpp", "dp") if getattr(plan, dim) > 1]
+    sizes = [f"{dim}{getattr(plan, dim)}" for dim in ("tp", "cp", "pp", "vpp", "dp") if getattr(plan, dim) > 1]
     return "-".join(sizes) + "-sp" * plan.sp + "-gpipe" * (plan.schedule == "gpipe")
 
 

@@ -14,7 +14,7 @@ import meg_compile.axes.rules  # noqa: F401  (registers the rules)
 from meg_compile.axes.atoms import Dims, name, size_of
 from meg_compile.axes.op import Op, dims_like, each, rule_for
 from meg_compile.errors import MegError
-from meg_compile.graph.nodes import operand
+from meg_compile.graph.nodes import BOUND, operand
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,9 @@ def infer(graph: fx.Graph, tensors: dict[str, torch.Tensor]) -> Axes:
     stored: dict[str, Dims] = {}
     for node in graph.nodes:
         op = ops[node] = Op(node)
-        if node.op == "get_attr":
+        if node.op == "get_attr" and node.target in BOUND:
+            op.constant = True
+        elif node.op == "get_attr":
             op.val = tensors[node.target]
             op.constant, op.grad = True, op.val.requires_grad
             op.out = stored.setdefault(node.target, dims_like(op.val))

@@ -59,6 +59,7 @@ class Op:
     classes:   the dim of a cross entropy's classes.
     split_bias: for a contraction with a bias: (target, positions of its operands, position of the bias).
     localise:  how it is written on shards, where literals or the operator itself change.
+    attends:   (queries, keys, values, mask) of an attention.
     drawn:     dims of what it draws a dropout mask for.
     source:    makes its value from nothing (arange): on shards each rank takes its part.
     """
@@ -81,6 +82,7 @@ class Op:
         self.classes: Dim | None = None
         self.split_bias: tuple[Any, tuple[int, ...], int] | None = None
         self.localise: Localise | None = None
+        self.attends: tuple[Dims, Dims, Dims, Dims | None] | None = None
         self.drawn: Dims | None = None
         self.source = False
 

@@ -14,8 +14,7 @@ from torch import fx
 
 from meg_compile.axes.atoms import Atom, Dim, Dims, leaves
 from meg_compile.axes.layout import Layout
-from meg_compile.graph.nodes import base_name, source_line
-from meg_compile.passes.tensor import BOUND
+from meg_compile.graph.nodes import BOUND, base_name, source_line
 
 
 def to_text(nodes: Iterable[fx.Node]) -> str:

@@ -17,6 +17,7 @@ from meg_compile.ops.collectives import (
     reduce_from_tp,
     scatter_from_tp,
 )
+from meg_compile.ops.context import context_attention
 from meg_compile.ops.vocabulary import vocab_cross_entropy
 
 if TYPE_CHECKING:
@@ -28,7 +29,8 @@ class Collective:
     """One kind of message that a rank of a stage sends.
 
     kind:       "all_reduce", "all_gather", "reduce_scatter", or "send" (to the next or previous stage).
-    group:      the mesh dim it spans: "tp", "pp", "dp", "tied" (stages with a copy of a tied parameter), "world".
+    group:      the mesh dim it spans: "tp", "cp", "pp", "dp", "dp_cp", "tied" (stages with a copy of a tied parameter),
+                "world".
     when:       "forward" or "backward" of a micro-batch, or "step", once.
     what:       the value that moves.
     comm_bytes: bytes of the value, whole: what an all-gather gives, what a reduce-scatter takes.
@@ -52,8 +54,9 @@ def collectives(program: Program) -> list[Collective]:
     plan, found = program.plan, []
     for stage in program.stages:
         for node in stage.graph.nodes:
-            for kind, when, what, size in _of_node(node):
-                found.append(Collective(kind, "tp", when, what, size, stage.index))
+            group = "cp" if node.target is context_attention else "tp"
+            for kind, when, what, size in _of_node(node, plan.cp):
+                found.append(Collective(kind, group, when, what, size, stage.index))
         found += [
             Collective("send", "pp", when, f"activation {i}", _bytes(value), stage.index)
             for when, values in (("forward", stage.sent), ("backward", stage.received))
@@ -78,8 +81,13 @@ _MOVES = {  # operator: (forward, backward, which of operand and result is the w
 }
 
 
-def _of_node(node: fx.Node) -> list[tuple[str, str, str, int]]:
-    """(kind, when, what, bytes) of what one operator sends over tp."""
+def _of_node(node: fx.Node, cp: int) -> list[tuple[str, str, str, int]]:
+    """(kind, when, what, bytes) of what one operator sends over tp or cp."""
+    if node.target is context_attention:
+        moved = [(str(n), cp * _bytes(n.meta["val"])) for n in (operand(node, 1), operand(node, 2))]
+        return [("all_gather", "forward", what, size) for what, size in moved] + [
+            ("reduce_scatter", "backward", f"gradient of {what}", size) for what, size in moved
+        ]
     if node.target in _MOVES:
         forward, backward, whole = _MOVES[node.target]
         size = _bytes((operand(node, 0) if whole == "operand" else node).meta["val"])
@@ -108,7 +116,7 @@ def _of_gradient(program: Program, name: str, stage: int) -> list[Collective]:
     groups = {
         "tp": spec.partial and plan.tp > 1,
         "tied": len(program.holders(spec)) > 1,
-        "dp": plan.dp > 1,
+        "_".join(dim for dim in ("dp", "cp") if getattr(plan, dim) > 1): plan.dp * plan.cp > 1,
     }
     return [
         Collective("all_reduce", group, "step", f"gradient of {name}", size, stage)

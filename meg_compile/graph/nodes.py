@@ -8,6 +8,10 @@ from typing import Any
 
 from torch import fx
 
+TP, CP, RNG = "tp_group", "cp_group", "shard_rng"
+BOUND = (TP, CP, RNG)
+"""get_attr nodes that are no tensors: bound to a rank's groups and its ShardRng when it materialises the graph."""
+
 
 def base_name(target: Any) -> str:
     """An operator's name without namespace, overload or the underscore of its in-place form."""

@@ -12,13 +12,15 @@ import math
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
-from meg_compile.ops.group import Group
+from meg_compile.ops.group import Group, own_chunks
 
 Places = list[list[tuple[int, str]]]
-"""For each dim of a value its axes, major to minor, as (whole size, "batch" | "tp" | ""): the rows of the batch, an
-axis of which each tp rank holds its part, or one that is whole."""
+"""For each dim of a value its axes, major to minor, as (whole size, part): "batch" for the rows of the batch; "tp",
+"cp" or "cp tp" for an axis of which each rank of those mesh dims holds its part; "" for one that is whole."""
 
+ALONE = Group()
 GOLDEN = -7046029254386353131
 _MULTIPLIERS = (-4658895280553007687, -7723592293110705685)
 
@@ -44,7 +46,9 @@ def row_keys(seed: int, step: int, rows: list[int]) -> torch.Tensor:
     return torch.stack([rows_key, step_key.expand(len(rows))], 1)
 
 
-def keep_mask(keys: torch.Tensor, p: float, site: int, places: Places, of_rows: bool, tp: Group) -> torch.Tensor:
+def keep_mask(
+    keys: torch.Tensor, p: float, site: int, places: Places, of_rows: bool, tp: Group = ALONE, cp: Group = ALONE
+) -> torch.Tensor:
     """Which entries of this rank's part of a value are kept, each with probability 1 - p.
 
     keys int64 [rows, 2]; site counts the model's dropouts; of_rows: the value has a part for each row (places says
@@ -60,9 +64,7 @@ def keep_mask(keys: torch.Tensor, p: float, site: int, places: Places, of_rows: 
                 own, has_rows = key, True
             else:
                 stride //= size
-                here = -(-size // tp.size) if part == "tp" else size
-                first = here * tp.rank if part == "tp" else 0
-                own = torch.arange(first, first + here, device=keys.device) * _wrapped(stride)
+                own = _own(torch.arange(size, device=keys.device), part, tp, cp) * _wrapped(stride)
             vector = vector[..., None] + own
         counters.append(vector.reshape(-1))
     total = counters[0] if counters else torch.zeros((), dtype=torch.int64, device=keys.device)
@@ -70,6 +72,15 @@ def keep_mask(keys: torch.Tensor, p: float, site: int, places: Places, of_rows: 
         total = total[..., None] + vector
     hashed = mix(total.clone() if has_rows else total + key[0])
     return _shifted(hashed, 11) >= round(p * 2**53)
+
+
+def _own(index: torch.Tensor, part: str, tp: Group, cp: Group) -> torch.Tensor:
+    if "cp" in part:
+        index = own_chunks(index, 0, cp)
+    if "tp" in part:
+        size = -(-len(index) // tp.size)
+        index = F.pad(index, (0, size * tp.size - len(index))).narrow(0, size * tp.rank, size)
+    return index
 
 
 def _wrapped(count: int) -> int:
@@ -91,10 +102,17 @@ class _Masked(torch.autograd.Function):
 
 
 def exact_dropout(
-    x: torch.Tensor, keys: torch.Tensor, p: float, site: int, places: Places, of_rows: bool, tp: Group
+    x: torch.Tensor,
+    keys: torch.Tensor,
+    p: float,
+    site: int,
+    places: Places,
+    of_rows: bool = True,
+    tp: Group = ALONE,
+    cp: Group = ALONE,
 ) -> torch.Tensor:
     """x with entries set to 0 with probability p and the others divided by 1 - p; arguments as of `keep_mask`."""
-    keep = x.new_empty(x.shape, dtype=torch.bool) if x.is_meta else keep_mask(keys, p, site, places, of_rows, tp)
+    keep = x.new_empty(x.shape, dtype=torch.bool) if x.is_meta else keep_mask(keys, p, site, places, of_rows, tp, cp)
     return _Masked.apply(x, keep.view(x.shape), p)
 
 

@@ -12,6 +12,12 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
+def own_chunks(x: torch.Tensor, dim: int, cp: Group) -> torch.Tensor:
+    """A context-parallel rank's two chunks of a whole sequence: see `meg_compile.ops.context`."""
+    chunks = x.chunk(2 * cp.size, dim)
+    return torch.cat([chunks[cp.rank], chunks[2 * cp.size - 1 - cp.rank]], dim)
+
+
 @dataclass(frozen=True)
 class Group:
     """`size` ranks of which this is `rank`. Without a process group nothing is sent: one rank, or a trial run."""

@@ -14,19 +14,22 @@ from torch import fx
 from meg_compile.axes.atoms import Dims
 from meg_compile.errors import MegError
 from meg_compile.graph.clean import retarget
+from meg_compile.graph.nodes import CP, RNG, TP
 from meg_compile.ops.group import Group
-from meg_compile.passes.tensor import RNG, TP
+from meg_compile.plan import Plan
 
 META = torch.device("meta")
 
 
-def check_shapes(graph: fx.Graph, tp: int, tensors: dict[str, torch.Tensor], inputs: dict[str, torch.Tensor]) -> None:
+def check_shapes(
+    graph: fx.Graph, plan: Plan, tensors: dict[str, torch.Tensor], inputs: dict[str, torch.Tensor]
+) -> None:
     """Run the graph on meta tensors; leaves every node's local value in meta["val"].
 
     tensors: the local parameters and buffers, on meta. MegError for a shape that the axes do not predict.
     """
     retarget(graph, META)
-    root: dict[str, Any] = {**tensors, TP: Group(tp), RNG: None}
+    root: dict[str, Any] = {**tensors, TP: Group(plan.tp), CP: Group(plan.cp), RNG: None}
     names = [str(n.target) for n in graph.nodes if n.op == "placeholder"]
     with torch.no_grad():
         _Trial(root, graph).run(*(inputs[name].to(META) for name in names))

@@ -77,15 +77,17 @@ def _replace(node: fx.Node, keys: fx.Node, site: int) -> None:
     node.target, node.args, node.kwargs = exact_dropout, (operand(node, 0), keys, node.args[1], site), {}
 
 
-def places(op: Op, axes: Axes, layout: Layout) -> tuple[Places, bool]:
+def places(op: Op, axes: Axes, layout: Layout, mesh_dim: str = "tp", keys_whole: bool = False) -> tuple[Places, bool]:
     """(where the axes of what an operator draws for lie on the ranks, whether it has a part for each row).
 
+    layout: what is sharded over the ranks of `mesh_dim`; keys_whole: apart from the last dim, an attention's keys.
     Refused where rows of the batch cannot be told apart in it.
     """
     assert op.drawn is not None
     found, num_rows = [], 0
-    for dim in op.drawn:
-        entries = [(a.size, "tp" if a in layout.sharded else "") for a in leaves(dim)]
+    for at, dim in enumerate(op.drawn):
+        sharded = frozenset() if keys_whole and at == len(op.drawn) - 1 else layout.sharded
+        entries = [(a.size, mesh_dim if a in sharded else "") for a in leaves(dim)]
         for rows in _row_axes(axes):
             for i in range(len(entries) - len(rows) + 1):
                 if rows and leaves(dim)[i : i + len(rows)] == rows and num_rows == 0:
@@ -102,6 +104,12 @@ def places(op: Op, axes: Axes, layout: Layout) -> tuple[Places, bool]:
         problem = f"dropout{where} of a value in which the rows of the batch cannot be told apart"
         raise Refused(Fault("dropout", "exact", problem, "use dropout=fast, or drop a value of shape [batch, ...]"))
     return found, of_rows
+
+
+def find_draws(axes: Axes) -> list[tuple[Places, bool]]:
+    """`places` of every dropout in whole values, in the order in which the model calls them."""
+    whole = Layout(1, frozenset())
+    return [places(op, axes, whole) for op in axes.ops.values() if op.drawn is not None]
 
 
 def _row_axes(axes: Axes) -> set[tuple]:

@@ -22,8 +22,7 @@ from torch import fx
 
 from meg_compile.errors import Fault, Refused
 from meg_compile.graph.cost import cost
-from meg_compile.graph.nodes import locate
-from meg_compile.passes.tensor import BOUND
+from meg_compile.graph.nodes import BOUND, locate
 from meg_compile.plan import Plan
 
 

@@ -47,7 +47,7 @@ def shard_sequence(axes: Axes, layout: Layout, plan: Plan) -> Sequence:
     """Refused for a sequence that tp does not divide, or a model in which none is found."""
     if not plan.sp or plan.tp == 1:
         return Sequence(layout, frozenset(), frozenset())
-    found = frozenset(a for op in axes.ops.values() if (a := _positions(op, axes)) is not None)
+    found = find_sequences(axes)
     uneven = sorted({a.size for a in found if a.size % plan.tp})
     if uneven or not found:
         problem = (
@@ -58,6 +58,11 @@ def shard_sequence(axes: Axes, layout: Layout, plan: Plan) -> Sequence:
     sequence = Sequence(Layout(layout.tp, layout.sharded | found), found, frozenset())
     nodes = frozenset(node for node, op in axes.ops.items() if _runs_on_parts(op, layout, sequence))
     return Sequence(sequence.layout, found, nodes)
+
+
+def find_sequences(axes: Axes) -> frozenset[Atom]:
+    """The axes of token positions."""
+    return frozenset(a for op in axes.ops.values() if (a := _positions(op, axes)) is not None)
 
 
 def _positions(op: Op, axes: Axes) -> Atom | None:

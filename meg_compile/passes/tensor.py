@@ -26,7 +26,7 @@ from meg_compile.axes.infer import Axes
 from meg_compile.axes.layout import Layout
 from meg_compile.axes.op import Op, each
 from meg_compile.errors import MegError
-from meg_compile.graph.nodes import operand
+from meg_compile.graph.nodes import CP, RNG, TP, operand
 from meg_compile.ops.collectives import (
     copy_to_tp,
     cut_sequence,
@@ -42,10 +42,6 @@ from meg_compile.passes.dropout import places
 from meg_compile.passes.sequence import Sequence
 
 aten = torch.ops.aten
-
-TP, RNG = "tp_group", "shard_rng"
-BOUND = (TP, RNG)
-"""get_attr nodes that are no tensors: bound to the rank's tp Group and ShardRng when it materialises the graph."""
 
 
 @dataclass
@@ -126,7 +122,7 @@ class _Rewriter:
             args = tuple(args[i] for i in kept)
         args, kwargs = map_arg((args, kwargs), lambda n: self.read(n, node, layout, on_shards))
         if op.drawn is not None:
-            args = (*args, *places(op, self.axes, layout), self.bind(TP))
+            args = self.draw(op, layout, args)
         special = self.special(node, op) if on_shards else None
         if special is not None:
             target, args, kwargs = special(*args, **kwargs)
@@ -146,6 +142,14 @@ class _Rewriter:
             added = self.read(bias, node, self.leaves[node], held)
             new = self.call(node, f"{node.name}_biased", aten.add.Tensor, new, added)
         return new
+
+    def draw(self, op: Op, layout: Layout, args: tuple) -> tuple:
+        """Where on the ranks the axes lie for which a dropout draws; under cp the graph says where their parts do."""
+        found, of_rows = places(op, self.axes, layout)
+        if isinstance(args[-1], (list, tuple)):
+            found = [list(map(_joined, *pair)) for pair in zip(args[-1], found, strict=True)]
+            args = args[:-1]
+        return *args, found, of_rows, self.bind(TP), self.bind(CP)
 
     def sum(self, node: fx.Node, op: Op, new: fx.Node) -> fx.Node:
         """g: the sum of the ranks' partial sums, whole or each rank's part of the sequence."""
@@ -231,6 +235,11 @@ class _Rewriter:
         new.meta |= {key: old.meta[key] for key in ("nn_module_stack", "stack_trace") if key in old.meta}
         new.meta |= {"dims": dims, "layout": layout, "grad": op.grad, "constant": op.constant}
         return new
+
+
+def _joined(under_cp: tuple[int, str], under_tp: tuple[int, str]) -> tuple[int, str]:
+    parts = dict.fromkeys((under_cp[1], under_tp[1]))
+    return under_cp[0], " ".join(filter(None, parts))
 
 
 def spell(dims: Dims, layout: Layout) -> list[list[tuple[int, bool]]]:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from meg_compile.graph.nodes import CP, RNG, TP
 from meg_compile.ops.dropout import ShardRng
 from meg_compile.ops.group import Group
-from meg_compile.passes.tensor import RNG, TP
+from meg_compile.passes.context import take_parts
 from meg_compile.program import ParamSpec, Program, Source
 from meg_compile.runtime.gradients import all_reduce_buckets
 from meg_compile.runtime.groups import Groups
@@ -42,8 +44,9 @@ class Executor:
         self.tensors = tensors or {name: _allocate(spec, device) for name, spec in self.specs.items()}
         self.parameters = {n: t for n, t in self.tensors.items() if isinstance(t, nn.Parameter) and t.requires_grad}
         tp = Group(program.plan.tp, at.tp, groups.tp)
-        rng = ShardRng(seed + 7919 * (1 + at.tp + program.plan.tp * (at.dp + program.plan.dp * at.pp)), device)
-        bound = {TP: tp, RNG: rng}
+        rng = ShardRng(seed + 7919 * (1 + groups.rank), device)
+        self.cp = Group(program.plan.cp, at.cp, groups.cp)
+        bound = {TP: tp, CP: self.cp, RNG: rng}
         self.modules: list[StageModule] = [bind(s, program.plan, self.tensors, bound, device) for s in self.stages]
         self.shared = self._shared_groups()
         self._runs: dict[int, Run] = {}
@@ -71,9 +74,9 @@ class Executor:
 
     def seed(self, seed: int) -> None:
         """Seed this device's generator, from which dropout="fast" draws the masks of whole values: alike on the tp
-        ranks that hold the same value, otherwise on each replica and stage."""
+        ranks that hold the same value, otherwise on each replica, part of the sequence and stage."""
         at = self.groups.coords
-        torch.manual_seed(seed + 100 * at.pp + 10007 * at.dp)
+        torch.manual_seed(seed + 100 * at.pp + 10007 * at.dp + 1000003 * at.cp)
 
     def run(self, batch: Batch, scale: float) -> float:
         """Forward and backward over all micro-batches of a replica's rows {field: [rows, ...]}.
@@ -93,18 +96,19 @@ class Executor:
         num = next(iter(batch.values())).shape[0] // self.program.micro_batch_size
         if num not in self._runs:
             self._runs[num] = self._schedule(num)
-        return self._runs[num]({n: v.to(self.device) for n, v in batch.items()}, scale, backward)
+        batch = take_parts({n: v.to(self.device) for n, v in batch.items()}, self.program.parts, self.cp)
+        return self._runs[num](batch, scale, backward)
 
     def reduce_gradients(self) -> None:
-        """Sum gradients over tp (partial ones), over the copies of tied parameters, and over dp."""
+        """Sum gradients over tp (partial ones), over the copies of tied parameters, and over dp and cp."""
         if self.groups.tp is not None:
             all_reduce_buckets((self._grad(n) for n in self.parameters if self.specs[n].partial), self.groups.tp)
         for names, group in self.shared:
             if group is not None:
                 all_reduce_buckets((self._grad(n) for n in names), group)
-        if self.groups.dp is not None:
+        if self.groups.dp_cp is not None:
             grads = (p.grad for p in self.parameters.values() if p.grad is not None)
-            all_reduce_buckets(grads, self.groups.dp)
+            all_reduce_buckets(grads, self.groups.dp_cp)
 
     def norm_squared(self) -> torch.Tensor:
         """This rank's share of the squared gradient norm: summed over the world it counts every parameter once."""
@@ -148,7 +152,7 @@ class Executor:
 
     def _counts(self, spec: ParamSpec) -> bool:
         at = self.groups.coords
-        return at.dp == 0 and at.pp == self.program.owner(spec) and (spec.sharded or at.tp == 0)
+        return at.dp == 0 and at.cp == 0 and at.pp == self.program.owner(spec) and (spec.sharded or at.tp == 0)
 
     def _schedule(self, num_micro_batches: int) -> Run:
         if self.groups.pp is None:
@@ -169,9 +173,9 @@ class Executor:
         for ranks, names in holders.items():
             mine = None
             for tp in range(mesh.tp):
-                for dp in range(mesh.dp):
-                    group = dist.new_group([mesh.rank(tp=tp, dp=dp, pp=pp) for pp in ranks])
-                    if (at.tp, at.dp) == (tp, dp) and at.pp in ranks:
+                for cp, dp in product(range(mesh.cp), range(mesh.dp)):
+                    group = dist.new_group([mesh.rank(tp=tp, cp=cp, dp=dp, pp=pp) for pp in ranks])
+                    if (at.tp, at.cp, at.dp) == (tp, cp, dp) and at.pp in ranks:
                         mine = group
             found.append((names, mine))
         return found

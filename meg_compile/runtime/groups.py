@@ -16,7 +16,7 @@ class Groups:
     """The groups that this rank talks in; None where a group has one member, so nothing needs to be said.
 
     device_mesh has the mesh dims pp, dp, cp, tp: those of the ranks, slowest first. `tp_pp` holds the ranks of one
-    replica of the model.
+    replica of the model, `dp_cp` those with the same parameters.
     """
 
     mesh: Mesh
@@ -28,6 +28,7 @@ class Groups:
     dp: ProcessGroup | None
     pp: ProcessGroup | None
     tp_pp: ProcessGroup | None
+    dp_cp: ProcessGroup | None
 
 
 def init_groups(mesh: Mesh, device_type: str) -> Groups:
@@ -40,15 +41,24 @@ def init_groups(mesh: Mesh, device_type: str) -> Groups:
     dims = DIMS[::-1]
     device_mesh = init_device_mesh(device_type, tuple(mesh.sizes)[::-1], mesh_dim_names=dims)
     groups = {dim: device_mesh.get_group(dim) if getattr(mesh, dim) > 1 else None for dim in dims}
-    return Groups(mesh, rank, mesh.coords(rank), device_mesh, tp_pp=_model_group(mesh, rank, groups), **groups)
+    return Groups(
+        mesh,
+        rank,
+        mesh.coords(rank),
+        device_mesh,
+        tp_pp=_joint(mesh, groups, "tp", "pp"),
+        dp_cp=_joint(mesh, groups, "dp", "cp"),
+        **groups,
+    )
 
 
-def _model_group(mesh: Mesh, rank: int, groups: dict[str, ProcessGroup | None]) -> ProcessGroup | None:
-    """The tp x pp group: one of those above where the other is of size 1, else a group of its own."""
-    if mesh.tp == 1 or mesh.pp == 1:
-        return groups["tp"] or groups["pp"]
-    if mesh.tp * mesh.pp == mesh.size:
+def _joint(mesh: Mesh, groups: dict[str, ProcessGroup | None], one: str, other: str) -> ProcessGroup | None:
+    """The group of two mesh dims: that of one where the other is of size 1, else a group of its own."""
+    sizes = getattr(mesh, one), getattr(mesh, other)
+    if 1 in sizes:
+        return groups[one] or groups[other]
+    if sizes[0] * sizes[1] == mesh.size:
         return dist.group.WORLD
-    mine, _ = dist.new_subgroups_by_enumeration(mesh.groups("tp_pp"))
+    mine, _ = dist.new_subgroups_by_enumeration(mesh.groups(f"{one}_{other}"))
     assert isinstance(mine, ProcessGroup)
     return mine

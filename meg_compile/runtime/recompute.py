@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from meg_compile.passes.tensor import RNG
+from meg_compile.graph.nodes import RNG
 
 
 class Recomputed(nn.Module):

@@ -9,10 +9,10 @@ import torch
 from torch import fx, nn
 
 from meg_compile.graph.clean import retarget
+from meg_compile.graph.nodes import BOUND
 from meg_compile.passes.blocks import find_blocks, find_cores
 from meg_compile.passes.outline import outline
 from meg_compile.passes.partition import Stage
-from meg_compile.passes.tensor import BOUND
 from meg_compile.plan import Plan
 from meg_compile.runtime.recompute import Recomputed
 

@@ -12,7 +12,6 @@ from torch.overrides import TorchFunctionMode
 
 from meg_compile.errors import MegError
 from meg_compile.ops.counted import Places, exact_attention, exact_dropout
-from meg_compile.ops.group import Group
 
 _ATTENTION = F.scaled_dot_product_attention
 PLAIN = {F.dropout, torch.dropout, torch.dropout_}
@@ -103,7 +102,7 @@ class DropoutExact(DropoutMode):
             raise MegError(f"the plain model drops more than the {len(self.draws)} times that were captured")
         places, of_rows = self.draws[self.site]
         self.site += 1
-        return self.keys, p, self.site - 1, _with_rows(places, shape), of_rows, Group()
+        return self.keys, p, self.site - 1, _with_rows(places, shape), of_rows
 
 
 def _with_rows(places: Places, shape: Sequence[int]) -> Places:

@@ -110,6 +110,8 @@ def attention(
         op.whole(q[-2], "masks by position")
     if mask is not None:
         broadcast(mask, Dims((*batch, q[-2], k[-2])))
+    op.attends = q, k, v, mask
+    op.operands = [dims for dims in op.attends if dims is not None]
     op.space = Dims((*batch, q[-2], k[-2], q[-1]))
     op.work = 4
     if len(q) > 2:
@@ -126,4 +128,18 @@ def exact_attention(
     out = attention(op, q, k, v, mask, 0.0, causal, scale=scale, enable_gqa=gqa)
     assert op.space is not None
     op.drawn = Dims(op.space[:-1])
+    return out
+
+
+@rule("context_attention")
+def context_attention(
+    op: Op, q: Dims, k: Dims, v: Dims, mask: Dims | None, causal: bool, scale: float | None, gqa: bool, *draw: Any
+) -> Dims:
+    out = attention(op, q, k, v, None, 0.0, causal, scale=scale, enable_gqa=gqa)
+    assert op.space is not None
+    if mask is not None:
+        broadcast(Dims(mask[:-2]), Dims(op.space[:-3]))
+        op.whole(mask[-2] + mask[-1], "is of all positions")
+        op.operands.append(mask)
+    op.drawn = Dims(op.space[:-1]) if len(draw) > 1 else None
     return out

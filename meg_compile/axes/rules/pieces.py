@@ -28,6 +28,12 @@ def glu(op: Op, x: Dims, dim: int = -1) -> Dims:
     return x.put(dim, left)
 
 
+@rule("context_part")
+def context_part(op: Op, x: Dims, cp: None, places: list[list[tuple[int, bool]]]) -> Dims:
+    sizes = op.val.shape
+    return Dims(dim if size_of(dim) == n else op.new_whole(n, "cuts it") for dim, n in zip(x, sizes, strict=True))
+
+
 @rule("unbind")
 def unbind(op: Op, x: Dims, dim: int = 0) -> list[Dims]:
     op.whole(x[dim], "takes it apart")

@@ -1,0 +1,81 @@
+"""A sequence that is shared out over the ranks of context parallelism, and attention over all of it.
+
+Rank r of n holds the chunks r and 2n - 1 - r of the sequence's 2n. Under a causal mask the early chunks see little and
+the late ones much, so that every rank has the same work (Dubey et al. 2024, arXiv:2407.21783, section 3.3.2, as in
+Megatron-LM). Keys and values are gathered before attention, and their gradients reduced and scattered after it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention.bias import causal_lower_right
+
+from meg_compile.ops.counted import exact_attention
+from meg_compile.ops.group import Group, own_chunks
+
+
+def context_part(x: torch.Tensor, cp: Group, dims: list[list[tuple[int, bool]]]) -> torch.Tensor:
+    """This rank's part of a value that every rank has whole; its gradient is zero elsewhere.
+
+    dims: for each dim of x the (size, is a sequence) of its axes, major to minor.
+    """
+    flat = [axis for dim in dims for axis in dim]
+    x = x.reshape([size for size, _ in flat])
+    for i, (_, is_sequence) in enumerate(flat):
+        x = own_chunks(x, i, cp) if is_sequence else x
+    local = [[size // cp.size if is_sequence else size for size, is_sequence in dim] for dim in dims]
+    return x.reshape([torch.Size(sizes).numel() for sizes in local])
+
+
+class _Gather(torch.autograd.Function):
+    """The whole sequence, in its order, from the ranks' chunks along a dim; backward sums the ranks' gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, dim: int, cp: Group) -> torch.Tensor:
+        ctx.dim, ctx.cp = dim, cp
+        early, late = cp.all_gather(x).chunk(2, dim + 1)
+        return torch.cat([early, late.flip(0)]).movedim(0, dim).flatten(dim, dim + 1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        early, late = grad.unflatten(ctx.dim, (2 * ctx.cp.size, -1)).movedim(ctx.dim, 0).chunk(2)
+        return ctx.cp.reduce_scatter(torch.cat([early, late.flip(0)], ctx.dim + 1)), None, None
+
+
+def context_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+    cp: Group,
+    *draw: Any,
+) -> torch.Tensor:
+    """Scaled dot product attention of this rank's queries over the whole sequence; with `draw`, dropout of its weights
+    as in `exact_attention`.
+
+    q [..., T / n, D], k [..., S / n, D], v [..., S / n, E] -> [..., T / n, E]; mask [..., T or 1, S or 1], whole.
+    """
+    k, v = _Gather.apply(k, k.dim() - 2, cp), _Gather.apply(v, v.dim() - 2, cp)
+    if mask is not None and mask.shape[-2] > 1:
+        mask = own_chunks(mask, mask.dim() - 2, cp)
+    if draw:
+        if is_causal:
+            position = torch.arange(k.shape[-2], device=q.device)
+            mask = position <= own_chunks(position, 0, cp)[:, None]
+        return exact_attention(q, k, v, mask, False, scale, enable_gqa, *draw)
+    how = {"scale": scale, "enable_gqa": enable_gqa}
+    if not is_causal:
+        return F.scaled_dot_product_attention(q, k, v, mask, **how)
+    size = q.shape[-2] // 2
+    out = []
+    for chunk, queries in zip((cp.rank, 2 * cp.size - 1 - cp.rank), q.split(size, -2), strict=True):
+        end = (chunk + 1) * size
+        mask = causal_lower_right(size, end)
+        out.append(F.scaled_dot_product_attention(queries, k[..., :end, :], v[..., :end, :], attn_mask=mask, **how))
+    return torch.cat(out, -2)
