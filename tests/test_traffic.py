@@ -50,7 +50,7 @@ class Counting:
         self.lock = threading.Lock()
         local = threaded.ProcessLocalGroup
         real_reduce, real_send = local.allreduce, local.send
-        real_gather, real_scatter = local.all_gather_single, local.reduce_scatter_single
+        real_gather, real_exchange = local.all_gather_single, local.all_to_all_single
 
         def allreduce(group, tensor_list, *args, **kwargs):
             self.note("all_reduce", group, tensor_list)
@@ -64,15 +64,15 @@ class Counting:
             self.note("all_gather", group, [whole])
             return real_gather(group, whole, part, *args, **kwargs)
 
-        def scatter(group, part, whole, *args, **kwargs):
-            self.note("reduce_scatter", group, [whole])
-            return real_scatter(group, part, whole, *args, **kwargs)
+        def exchange(group, received, sent, *args, **kwargs):  # how a reduce-scatter is done on the CPU
+            self.note("reduce_scatter", group, [sent])
+            return real_exchange(group, received, sent, *args, **kwargs)
 
         self.patches = (  # a barrier of torch's would count too: it is an all-reduce here
             patch.object(local, "allreduce", allreduce),
             patch.object(local, "send", send),
             patch.object(local, "all_gather_single", gather),
-            patch.object(local, "reduce_scatter_single", scatter),
+            patch.object(local, "all_to_all_single", exchange),
         )
 
     def note(self, kind, group, tensors):

@@ -34,10 +34,18 @@ class Group:
         return out
 
     def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
-        """This rank's slice of the ranks' sum, of a tensor [size, ...]."""
+        """This rank's slice of the ranks' sum, of a tensor [size, ...].
+
+        On the CPU the slices are exchanged and added here: gloo's own takes twice as long.
+        """
+        if self.pg is None:
+            return x.new_empty(x.shape[1:])
+        if x.is_cpu:
+            slices = torch.empty_like(x, memory_format=torch.contiguous_format)
+            dist.all_to_all_single(slices.flatten(0, 1), x.contiguous().flatten(0, 1), group=self.pg)
+            return slices.sum(0)
         out = x.new_empty(x.shape[1:])
-        if self.pg is not None:
-            _reduce_scatter(out, x.contiguous().flatten(0, 1), group=self.pg)
+        _reduce_scatter(out, x.contiguous().flatten(0, 1), group=self.pg)
         return out
 
     def all_reduce_(self, x: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> torch.Tensor:
