@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import fx
 
-from meg_compile.graph.nodes import operand
+from meg_compile.graph.nodes import PRODUCTS, base_name, operand
 from meg_compile.ops.collectives import (
     copy_to_tp,
     cut_sequence,
@@ -95,6 +95,8 @@ def _of_node(node: fx.Node, cp: int) -> list[tuple[str, str, str, int]]:
         found = [] if forward is None else [(forward, "forward", what, size)]
         if backward is not None and node.meta["grad"]:
             found.append((backward, "backward", f"gradient of {what}", size))
+        if node.target is gather_to_tp and any(_keeps(user, node) for user in node.users):
+            found.append(("all_gather", "backward", f"{what} again", size))
         return found
     if node.target is vocab_cross_entropy:
         logits = operand(node, 0).meta["val"]
@@ -104,6 +106,12 @@ def _of_node(node: fx.Node, cp: int) -> list[tuple[str, str, str, int]]:
             ("all_reduce", "forward", "sum of exponentials, target logit", 2 * rows),
         ]
     return []
+
+
+def _keeps(product: fx.Node, factor: fx.Node) -> bool:
+    """Whether a product needs a factor again in backward, for the gradient of the other."""
+    others = (n for n in product.all_input_nodes if n is not factor)
+    return base_name(product.target) in PRODUCTS and any(n.meta.get("grad") for n in others)
 
 
 def _of_gradient(program: Program, name: str, stage: int) -> list[Collective]:

@@ -12,6 +12,9 @@ TP, CP, RNG = "tp_group", "cp_group", "shard_rng"
 BOUND = (TP, CP, RNG)
 """get_attr nodes that are no tensors: bound to a rank's groups and its ShardRng when it materialises the graph."""
 
+PRODUCTS = {"linear", "mm", "addmm", "bmm", "baddbmm", "matmul", "einsum"}
+"""Operators whose gradient for one operand needs another operand."""
+
 
 def base_name(target: Any) -> str:
     """An operator's name without namespace, overload or the underscore of its in-place form."""

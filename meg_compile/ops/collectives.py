@@ -7,7 +7,9 @@ reduce_from_tp   all-reduce    identity       g: partial sums leave it as a whol
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import Any, NamedTuple
 
 import torch
 
@@ -94,7 +96,34 @@ class _Move(torch.autograd.Function):
 
 def gather_to_tp(x: torch.Tensor, tp: Group, dim: int, before: int = 1) -> torch.Tensor:
     """f on parts of the sequence: the whole sequence enters a region that works on shards."""
-    return _Move.apply(x, _gather, _reduce_scatter, tp, dim, before)
+    whole = _Move.apply(x, _gather, _reduce_scatter, tp, dim, before)
+    if (listener := _LISTENER.get()) is not None:
+        listener(Gathering(x.detach(), tp, dim, before), whole)
+    return whole
+
+
+class Gathering(NamedTuple):
+    """The arguments of a `gather_to_tp`."""
+
+    part: torch.Tensor
+    tp: Group
+    dim: int
+    before: int
+
+    def again(self) -> torch.Tensor:
+        """The whole value once more, without a gradient."""
+        return _gather(*self)
+
+
+Listener = Callable[[Gathering, torch.Tensor], None]
+_LISTENER: ContextVar[Listener | None] = ContextVar("gather_to_tp", default=None)
+
+
+def when_gathered(listener: Listener | None) -> Listener | None:
+    """Have a function called on every `gather_to_tp` of this thread, with its result. Returns the one before."""
+    before = _LISTENER.get()
+    _LISTENER.set(listener)
+    return before
 
 
 def scatter_from_tp(x: torch.Tensor, tp: Group, dim: int, before: int = 1) -> torch.Tensor:

@@ -10,15 +10,14 @@ from __future__ import annotations
 
 from torch import fx
 
-from meg_compile.graph.nodes import base_name
+from meg_compile.graph.nodes import PRODUCTS, base_name
 
-_PRODUCTS = {"matmul", "bmm", "baddbmm", "einsum", "mm"}
 _BETWEEN = set(
     "add sub mul div truediv neg tanh pow exp where masked_fill to _to_copy type_as float expand reshape view "
     "_unsafe_view clone contiguous transpose permute unsqueeze squeeze slice cat dropout sharded_dropout exact_dropout "
     "getitem softmax _softmax".split()
 )
-_WHOLE = {"scaled_dot_product_attention", "sharded_attention"}
+_WHOLE = {"scaled_dot_product_attention", "sharded_attention", "exact_attention", "context_attention"}
 
 
 def find_blocks(graph: fx.Graph) -> dict[str, list[fx.Node]]:
@@ -76,10 +75,10 @@ def _reach(start: fx.Node, up: bool) -> set[fx.Node] | None:
             if near in found or not _is_activation(near):
                 continue
             name = base_name(near.target)
-            if name not in _BETWEEN | _PRODUCTS:
+            if name not in _BETWEEN | PRODUCTS:
                 return None
             found.add(near)
-            if name in _PRODUCTS:
+            if name in PRODUCTS:
                 products += 1
             else:
                 stack.append(near)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -15,23 +16,26 @@ from meg_compile.passes.outline import outline
 from meg_compile.passes.partition import Stage
 from meg_compile.plan import Plan
 from meg_compile.runtime.recompute import Recomputed
+from meg_compile.runtime.regather import Regather
 
 
 class StageModule(nn.Module):
     """Called with the received activations in order and the batch's fields by name.
 
     Fields of other stages of the same rank may be given too; they are left out. `blocks` are the parts of it that are
-    modules of their own.
+    modules of their own. regather: keep parts of the sequence for backward, rather than what was gathered of them.
     """
 
-    def __init__(self, stage: Stage, body: fx.GraphModule, blocks: list[nn.Module]):
+    def __init__(self, stage: Stage, body: fx.GraphModule, blocks: list[nn.Module], regather: bool):
         super().__init__()
+        self.regather = regather
         self.body = body
         self.fields = stage.fields
         self.blocks = blocks
 
     def forward(self, *received: torch.Tensor, **fields: torch.Tensor) -> Any:
-        return self.body(*received, **{name: fields[name] for name in self.fields})
+        with Regather() if self.regather else nullcontext():
+            return self.body(*received, **{name: fields[name] for name in self.fields})
 
 
 def bind(
@@ -50,7 +54,9 @@ def bind(
     for i, (name, block) in enumerate(inner.items()):
         recompute = plan.recompute if i % plan.recompute_every == 0 else "none"
         blocks[name] = _block(block, name, recompute, values, bound)
-    return StageModule(stage, _module(outer, values | blocks, f"Stage{stage.index}"), list(blocks.values()))
+    return StageModule(
+        stage, _module(outer, values | blocks, f"Stage{stage.index}"), list(blocks.values()), plan.sp and plan.tp > 1
+    )
 
 
 def _block(
