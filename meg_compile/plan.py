@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from meg_compile.errors import Fault, Refused, nearest
+from meg_compile.errors import Fault, Refused, any_of, nearest
 from meg_compile.mesh import Mesh
-
-SCHEDULES = ("1f1b", "gpipe", "interleaved_1f1b")
+from meg_compile.schedules import SCHEDULES
 
 
 @dataclass(frozen=True)
@@ -17,7 +16,7 @@ class Plan:
 
     tp        ranks that share every layer (tensor parallel)
     pp        pipeline ranks, each with `vpp` stages
-    vpp       stages (chunks) per pipeline rank; more than 1 needs schedule="interleaved_1f1b"
+    vpp       stages (chunks) per pipeline rank; the schedule says how many it runs
     dp        replicas that read different rows (data parallel)
     cp        ranks that share a sequence (context parallel); only 1
     sp        shard the sequence over the tp ranks between g and f (sequence parallel)
@@ -50,6 +49,14 @@ class Plan:
         """Pipeline stages in all: pp ranks with vpp each."""
         return self.pp * self.vpp
 
+    def stages_of(self, pp_rank: int) -> list[int]:
+        """The stages that a pipeline rank runs, in order."""
+        return SCHEDULES[self.schedule].stages_of(pp_rank, self.pp, self.vpp)
+
+    def rank_of(self, stage: int) -> int:
+        """The pipeline rank that runs a stage."""
+        return SCHEDULES[self.schedule].rank_of(stage, self.pp)
+
 
 def plan_faults(
     *,
@@ -76,9 +83,11 @@ def plan_faults(
         guess = nearest(schedule, SCHEDULES)
         hint = (f"did you mean {guess}? " if guess else "") + f"There are {', '.join(SCHEDULES)}"
         faults.append(Fault("plan.schedule", schedule, "no such schedule", hint))
-    elif vpp > 1 and schedule != "interleaved_1f1b":
-        problem = f"plan.schedule={schedule} runs one stage per rank"
-        faults.append(Fault("plan.vpp", vpp, problem, "use plan.schedule=interleaved_1f1b, or plan.vpp=1"))
+    elif pp > 1 and SCHEDULES[schedule].vpp not in (None, vpp):
+        wanted = SCHEDULES[schedule].vpp
+        problem = f"plan.schedule={schedule} runs {'one stage' if wanted == 1 else f'{wanted} stages'} per rank"
+        others = [s.name for s in SCHEDULES.values() if s.vpp in (None, vpp)]
+        faults.append(Fault("plan.vpp", vpp, problem, f"use plan.vpp={wanted}, or plan.schedule={any_of(others)}"))
     if vpp > 1 and pp == 1:
         problem = "only a pipeline has stages to interleave"
         faults.append(Fault("plan.vpp", vpp, problem, "use plan.vpp=1, or plan.pp=2 or more"))

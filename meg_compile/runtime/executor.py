@@ -16,6 +16,7 @@ from meg_compile.runtime.gradients import all_reduce_buckets
 from meg_compile.runtime.groups import Groups
 from meg_compile.runtime.schedule import Batch, Run, one_stage, pipeline
 from meg_compile.runtime.stage import StageModule, bind
+from meg_compile.schedules import SCHEDULES
 
 
 class Executor:
@@ -35,7 +36,8 @@ class Executor:
         self.parameters = {n: t for n, t in self.tensors.items() if isinstance(t, nn.Parameter) and t.requires_grad}
         tp = Group(program.plan.tp, at.tp, groups.tp)
         rng = ShardRng(seed + 7919 * (1 + at.tp + program.plan.tp * (at.dp + program.plan.dp * at.pp)), device)
-        self.modules: list[StageModule] = [bind(s, self.tensors, tp, rng, device) for s in self.stages]
+        in_two_parts = program.plan.pp > 1 and SCHEDULES[program.plan.schedule].splits
+        self.modules: list[StageModule] = [bind(s, self.tensors, tp, rng, device, in_two_parts) for s in self.stages]
         self.shared = self._shared_groups()
         self._runs: dict[int, Run] = {}
 

@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.pipelining import (
-    PipelineStage,
-    Schedule1F1B,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-)
-from torch.distributed.pipelining.schedules import PipelineScheduleSingle
+from torch.distributed.pipelining import PipelineStage
 
+from meg_compile.orders import make
 from meg_compile.passes.partition import Stage
 from meg_compile.program import Program
 from meg_compile.runtime.stage import StageModule
@@ -23,12 +17,6 @@ Batch = dict[str, torch.Tensor]
 Run = Callable[[Batch, float], float]
 """(a replica's rows, scale) -> the sum of scale * loss over its micro-batches; 0.0 where the last stage is elsewhere.
 Gradients of that sum are left in the parameters."""
-
-SCHEDULES: dict[str, type[Any]] = {
-    "1f1b": Schedule1F1B,
-    "gpipe": ScheduleGPipe,
-    "interleaved_1f1b": ScheduleInterleaved1F1B,
-}
 
 
 def one_stage(program: Program, module: StageModule) -> Run:
@@ -53,13 +41,7 @@ def pipeline(
 ) -> Run:
     """A pipeline schedule over this rank's stages, with shapes known beforehand, so that none are exchanged."""
     pipe_stages = [_pipe_stage(program, m, s, group, device) for m, s in zip(modules, stages, strict=True)]
-    kind = SCHEDULES[program.plan.schedule]
-    schedule = kind(
-        pipe_stages[0] if issubclass(kind, PipelineScheduleSingle) else pipe_stages,
-        num_micro_batches,
-        loss_fn=lambda loss, scale: loss * scale[0],
-        scale_grads=False,
-    )
+    schedule = make(program.plan.schedule, pipe_stages, num_micro_batches, lambda loss, scale: loss * scale[0])
     last = any(s.is_last for s in pipe_stages)
 
     def run(batch: Batch, scale: float) -> float:
@@ -88,6 +70,7 @@ def _pipe_stage(
         input_args=received,
         output_args=sent,
         group=group,
+        dw_builder=module.later and module.later.take,
     )
 
 
