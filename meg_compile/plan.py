@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from meg_compile.errors import Fault, Refused, any_of, nearest
 from meg_compile.mesh import Mesh
 from meg_compile.schedules import SCHEDULES
+from meg_compile.stage_layout import BadLayout, read_layout
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,10 @@ class Plan:
     cp        ranks that share a sequence (context parallel); only 1
     sp        shard the sequence over the tp ranks between g and f (sequence parallel)
     schedule  one of `SCHEDULES`
-    stages    blocks per stage in order, pp*vpp numbers; None lets the compiler balance them
+    stages    blocks per stage in order, pp*vpp numbers, or a layout in Megatron-LM's letters (`stage_layout`);
+              None lets the compiler balance them
+    split     of a model with two towers (encoder, decoder) the stage at which the second one starts; None lets it fall
+              where the cost says
     strict    refuse a model with an axis that tp does not divide, rather than keep those layers whole
     """
 
@@ -32,7 +36,8 @@ class Plan:
     cp: int = 1
     sp: bool = False
     schedule: str = "1f1b"
-    stages: tuple[int, ...] | None = None
+    stages: tuple[int, ...] | str | None = None
+    split: int | None = None
     strict: bool = True
 
     def __post_init__(self) -> None:
@@ -67,7 +72,8 @@ def plan_faults(
     cp: int,
     sp: bool,
     schedule: str,
-    stages: Sequence[int] | None,
+    stages: Sequence[int] | str | None,
+    split: int | None,
     strict: bool,
 ) -> list[Fault]:
     """Everything about the fields of a `Plan` that cannot work whatever the model is, keyed as in the configuration."""
@@ -91,7 +97,37 @@ def plan_faults(
     if vpp > 1 and pp == 1:
         problem = "only a pipeline has stages to interleave"
         faults.append(Fault("plan.vpp", vpp, problem, "use plan.vpp=1, or plan.pp=2 or more"))
+    if split is not None:
+        faults += _split_faults(pp, vpp, stages, split)
+    if isinstance(stages, str):
+        return faults + _layout_faults(pp, vpp, stages)
     return faults + ([] if stages is None else _stages_faults(pp, vpp, stages))
+
+
+def _split_faults(pp: int, vpp: int, stages: Sequence[int] | str | None, split: int) -> list[Fault]:
+    if stages is not None:
+        problem = "plan.stages already says where every block lies"
+        return [Fault("plan.split", split, problem, "leave one of the two out")]
+    if 0 < split < pp * vpp:
+        return []
+    if pp * vpp < 2:
+        return [Fault("plan.split", split, "only a pipeline has a stage to start at", "use plan.pp=2 or more")]
+    problem = f"there are {pp * vpp} stages, from 0, and each tower needs one"
+    fix = "use plan.split=1" + (f" to {pp * vpp - 1}" if pp * vpp > 2 else "")
+    return [Fault("plan.split", split, problem, f"{fix}, or null")]
+
+
+def _layout_faults(pp: int, vpp: int, layout: str) -> list[Fault]:
+    try:
+        num = len(read_layout(layout))
+    except BadLayout as wrong:
+        return [Fault("plan.stages", layout, wrong.problem, wrong.fix)]
+    if min(pp, vpp) < 1 or num == pp * vpp:
+        return []
+    fix = f"write {pp * vpp} of them, with | between"
+    if num % pp == 0:
+        fix += f", or use plan.vpp={num // pp}"
+    return [Fault("plan.stages", layout, f"{num} stages for pp={pp} x vpp={vpp} = {pp * vpp}", fix)]
 
 
 def _stages_faults(pp: int, vpp: int, stages: Sequence[int]) -> list[Fault]:

@@ -25,7 +25,7 @@ LAYERS = [
     {"graph"},
     {"config"},
     {"plan", "orders", "ops", "models"},
-    {"errors", "mesh", "schedules"},
+    {"errors", "mesh", "schedules", "stage_layout"},
 ]
 DEPTH = {package: depth for depth, packages in enumerate(LAYERS) for package in packages}
 

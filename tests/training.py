@@ -40,6 +40,7 @@ def config(**changes: Any) -> Config:
             "sp": False,
             "schedule": "1f1b",
             "stages": None,
+            "split": None,
             "strict": True,
         },
         "data": {"_target_": "models.FixedRows", "shuffle": False, "fields": None},

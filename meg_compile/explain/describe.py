@@ -190,7 +190,7 @@ def _inside(path: str, block: str) -> bool:
 def _stages(program: Program) -> str:
     rows = []
     for stage in program.stages:
-        layers = " .. ".join(dict.fromkeys((stage.layers[0], stage.layers[-1]))) or "all"
+        layers = " .. ".join(dict.fromkeys((*stage.layers[:1], *stage.layers[-1:]))) or _without_layers(program, stage)
         size = params_of(program, stage)
         bytes_held = sum(p.local_numel * p.dtype.itemsize for p in (program.params[n] for n in stage.params))
         rows.append(
@@ -206,6 +206,14 @@ def _stages(program: Program) -> str:
         )
     header = ("stage", "pp rank", "layers", "number", "params per rank", "bytes", "cost")
     return table(header, rows, right=(0, 1, 3, 4, 5, 6))
+
+
+def _without_layers(program: Program, stage: Stage) -> str:
+    """What a stage does that runs no layer, by where it stands."""
+    if len(program.stages) == 1:
+        return "all"
+    ends = {0: "before the first", len(program.stages) - 1: "after the last"}
+    return ends.get(stage.index, "none, passes on")
 
 
 def _share(program: Program, stage: Stage) -> float:

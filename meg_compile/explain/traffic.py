@@ -58,7 +58,7 @@ def collectives(program: Program) -> list[Collective]:
             Collective("send", "pp", when, f"activation {i}", _bytes(value), stage.index)
             for when, values in (("forward", stage.sent), ("backward", stage.received))
             for i, value in enumerate(values)
-            if program.plan.pp > 1 and (when == "forward" or value.is_floating_point())
+            if program.plan.pp > 1 and (when == "forward" or value.requires_grad)
         ]
         for name in stage.params:
             found += _of_gradient(program, name, stage.index)

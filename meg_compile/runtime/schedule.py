@@ -59,20 +59,14 @@ def pipeline(
 def _pipe_stage(
     program: Program, module: StageModule, stage: Stage, group: dist.ProcessGroup, device: torch.device
 ) -> PipelineStage:
-    received, sent = (tuple(_example(t) for t in side) for side in (stage.received, stage.sent))
-    if stage.index == program.plan.num_stages - 1:
-        sent = (torch.empty((), device="meta"),)
+    is_last = stage.index == program.plan.num_stages - 1
     return PipelineStage(
         module,
         stage.index,
         program.plan.num_stages,
         device,
-        input_args=received,
-        output_args=sent,
+        input_args=stage.received,
+        output_args=(torch.empty((), device="meta"),) if is_last else stage.sent,
         group=group,
         dw_builder=module.later and module.later.take,
     )
-
-
-def _example(value: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(value, device="meta").requires_grad_(value.is_floating_point())
