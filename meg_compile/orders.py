@@ -60,12 +60,12 @@ def make(name: str, stages: list[Any], num_micro_batches: int, loss_fn: Any) -> 
 
 @cache
 def orders(name: str, pp: int, vpp: int, num_micro_batches: int) -> tuple[tuple[Action, ...], ...]:
-    """For each pipeline rank its actions in order, without pauses."""
-    if name == "1f1b":  # what torch runs; the table that it keeps beside is wrong for the last rank
-        return tuple(_one_f_one_b(rank, pp, num_micro_batches) for rank in range(pp))
+    """For each pipeline rank its actions in order, without pauses. ValueError for a number that it does not allow."""
     mine = SCHEDULES[name].stages_of(0, pp, vpp)
     stages = [_StandIn(pp * vpp, pp, stage) for stage in mine]
     table = make(name, stages, num_micro_batches, None).pipeline_order
+    if name == "1f1b":  # what torch runs; the table that it keeps beside is wrong for the last rank
+        return tuple(_one_f_one_b(rank, pp, num_micro_batches) for rank in range(pp))
     return tuple(tuple(a for action in table[rank] for a in _read(action)) for rank in range(pp))
 
 
