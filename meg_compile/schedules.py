@@ -57,8 +57,8 @@ SCHEDULES = {
     for schedule in (
         Schedule("1f1b", vpp=1, per_rank=1),
         Schedule("gpipe", vpp=1),
-        Schedule("looped_bfs"),
         Schedule("interleaved_1f1b", even_rounds=True),
+        Schedule("looped_bfs"),
         Schedule("interleaved_zero_bubble", splits=True, even_rounds=True),
         Schedule("zbv_zero_bubble", vpp=2, placement="v", splits=True),
         Schedule("dualpipev", vpp=2, placement="v", splits=True, per_rank=2),

@@ -104,7 +104,7 @@ def _microbatches(v: Mapping[str, Any], here: Here) -> list[Fault]:
     """What the schedule asks of the number of micro-batches."""
     total, micro, dp, pp = (v[k] for k in ("train.global_batch_size", "train.micro_batch_size", "plan.dp", "plan.pp"))
     schedule, count = SCHEDULES[v["plan.schedule"]], total // (micro * dp)
-    if total % (micro * dp) or pp == 1 or schedule.allows(count, pp):
+    if total % (micro * dp) or pp == 1 or v["task"] == "explain" or schedule.allows(count, pp):
         return []
     sizes = [str(n * micro * dp) for n in schedule.near(count, pp)]
     fix = f"use train.global_batch_size={any_of(sizes)}"
