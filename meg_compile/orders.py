@@ -1,4 +1,4 @@
-"""The order in which each pipeline rank runs its actions: read off the schedule that torch.distributed.pipelining runs."""
+"""The order in which each pipeline rank runs its actions, read off torch.distributed.pipelining's own schedules."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Pipeline layouts by hand, in Megatron-LM's letters: "Et*3|(tt|)*2,L".
 
-E is all that comes before the first block, t a block, L all that comes after the last one with the loss; | ends a stage.
-*n repeats the letter or the group in brackets before it; commas and blanks mean nothing.
+E is all that comes before the first block, t a block, L all that comes after the last one with the loss; | ends a
+stage. *n repeats the letter or the group in brackets before it; commas and blanks mean nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class BadLayout(ValueError):
 
 
 def read_layout(text: str) -> list[str]:
-    """The letters of every stage in order: "E|t*2|(t|)*2L" -> ["E", "tt", "t", "t", "L"]. BadLayout where there is none."""
+    """The letters of every stage in order: "E|t*2|(t|)*2L" -> ["E", "tt", "t", "t", "L"]. BadLayout for no layout."""
     groups: list[list[str]] = [[]]
     for token in re.findall(r"\*\d+|[^,\s]", text):
         if token == "(":

@@ -65,9 +65,12 @@ def test_a_model_without_blocks_has_no_layout():
 def plan_of(right):
     """The plan with Megatron's cut: its layout, or how many blocks each stage has."""
     pp, vpp = right["pp"], right["vpp"]
-    counts = tuple(len(right["layers"][s % pp][s // pp]) for s in range(pp * vpp))
     schedule = "1f1b" if vpp == 1 else "interleaved_1f1b"
-    return Plan(pp=pp, vpp=vpp, schedule=schedule, stages=right.get("layout", counts))
+    return Plan(pp=pp, vpp=vpp, schedule=schedule, stages=right.get("layout", counts_of(right)))
+
+
+def counts_of(right):
+    return tuple(len(right["layers"][s % right["pp"]][s // right["pp"]]) for s in range(right["pp"] * right["vpp"]))
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +86,7 @@ def test_blocks_lie_where_megatron_puts_them(eight_blocks):
             layers = [[int(name[2:]) for name in stage.layers] for stage in stages]
             assert sum(stage.cost for stage in stages) == pytest.approx(partition(eight_blocks, Plan())[0].cost)
         else:
-            counts = plan.stages if "layout" not in right else [s.count("t") for s in read_layout(right["layout"])]
+            counts = [s.count("t") for s in read_layout(right["layout"])] if "layout" in right else counts_of(right)
             layers = [list(range(sum(counts[:i]), sum(counts[: i + 1]))) for i in range(len(counts))]
         assert [[layers[s] for s in plan.stages_of(rank)] for rank in range(plan.pp)] == right["layers"]
 

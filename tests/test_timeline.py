@@ -17,7 +17,7 @@ def spans_of(name, pp, vpp, num, costs=None):
 @pytest.mark.parametrize("pp", [2, 3, 4, 8])
 @pytest.mark.parametrize("rounds", [1, 2, 5])
 def test_bubbles_of_equal_stages(pp, rounds):
-    """Narayanan et al. 2021, sections 2.2.1 and 2.2.2: (p - 1) / (m v) of the ideal time, so of all the time as here."""
+    """Narayanan et al. 2021, sections 2.2.1 and 2.2.2: (p - 1) / (m v) of the ideal time; here of all the time."""
     num = pp * rounds
     for name in ("1f1b", "gpipe"):
         assert bubble(spans_of(name, pp, 1, num)) == pytest.approx((pp - 1) / (num + pp - 1), abs=1e-12)
@@ -28,10 +28,15 @@ def test_bubbles_of_equal_stages(pp, rounds):
 
 @pytest.mark.parametrize("pp", [2, 4, 8])
 def test_backward_in_two_parts_leaves_a_third_of_the_bubble(pp):
-    """Qi et al. 2023, section 2: (p - 1) (F + I - W) of time, here with F = I = W; a V of two stages per rank halves it."""
+    """Qi et al. 2023, section 2: the bubble is (p - 1) (F + I - W) long, and here F = I = W."""
     num = 4 * pp
-    for name, vpp in (("interleaved_zero_bubble", 1), ("zbv_zero_bubble", 2)):
-        expected = (pp - 1) / (3 * vpp * num + pp - 1)
+    for name, vpp, parts in (
+        ("interleaved_zero_bubble", 1, 3),
+        ("interleaved_zero_bubble", 2, 6),
+        ("zbv_zero_bubble", 2, 6),
+        ("dualpipev", 2, 3),  # its pairs hold whole backwards: twice the bubble of ZB-V
+    ):
+        expected = (pp - 1) / (parts * num + pp - 1)
         assert bubble(spans_of(name, pp, vpp, num)) == pytest.approx(expected, abs=1e-12)
 
 
@@ -81,6 +86,7 @@ def test_a_wide_drawing_is_cut_off():
 def test_what_a_program_shows():
     program = compile_case(ZOO["gpt2_4"], Plan(pp=2, vpp=2, schedule="interleaved_1f1b"), 1)
     found = figures(program, 4)
+    assert found is not None
     assert program.to_dict(4)["timeline"] == found
     assert found["bubble_of_equal_stages"] == pytest.approx(1 / 9)
     assert found["bubble"] == pytest.approx(sum(found["idle_by_pp_rank"]) / 2)

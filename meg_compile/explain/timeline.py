@@ -31,7 +31,10 @@ class Span:
 
 
 def simulate(table: Sequence[Sequence[Action]], costs: Sequence[float]) -> list[list[Span]]:
-    """When each rank runs its actions, in order and each as soon as it can. costs: of each stage, forward and backward."""
+    """When each rank runs its actions, in order and each as soon as it can.
+
+    costs: of each stage, forward and backward.
+    """
     spans: list[list[Span]] = [[] for _ in table]
     ready: dict[tuple[bool, int, int], float] = {}  # (whether backward, stage, micro-batch): when it is there
     progress = True
@@ -86,11 +89,12 @@ def timeline(program: Program, num_micro_batches: int) -> str:
         works = " or ".join(map(str, schedule.near(num_micro_batches, plan.pp)))
         return f"  cannot run: it {schedule.why_not(num_micro_batches, plan.pp)}; {works} would do"
     equal = simulate(orders(plan.schedule, plan.pp, plan.vpp, num_micro_batches), [3.0] * plan.num_stages)
-    by_rank = [f"{share:.1%}" for share in found["idle_by_pp_rank"]]
-    shown = ", ".join(by_rank[:RANKS]) + (", ..." if len(by_rank) > RANKS else "")
+    shares = found["idle_by_pp_rank"]
+    by_rank = ", ".join(f"{share:.1%}" for share in shares)
+    shown = f"rank by rank {by_rank}" if len(shares) <= 8 else f"of a rank {min(shares):.1%} to {max(shares):.1%}"
     return "\n".join(
         [
-            f"  bubble: {found['bubble']:.1%} of the ranks' time by the stages' costs (rank by rank {shown});",
+            f"  bubble: {found['bubble']:.1%} of the ranks' time by the stages' costs ({shown});",
             f"  {found['bubble_of_equal_stages']:.1%} if all stages cost the same, as they are drawn.",
             f"  {_legend(plan.vpp, SCHEDULES[plan.schedule].splits)}",
             *draw(equal, plan.vpp),

@@ -53,7 +53,7 @@ def find_layers(graph: fx.Graph) -> list[Layer]:
 
 
 def find_towers(layers: list[Layer]) -> dict[str, int]:
-    """How many blocks each tower has, by name in order: {"encoder": 6, "decoder": 6}; empty for a model without blocks."""
+    """How many blocks each tower has: {"encoder": 6, "decoder": 6}; empty for a model without blocks."""
     towers: dict[str, int] = {}
     if not any(map(_block, layers[0].nodes)):
         return towers
@@ -138,5 +138,3 @@ def _layers_by_dominators(order: list[fx.Node]) -> list[Layer]:
             layers[-1].name = locate(node) or node.name
             layers.append(Layer("", []))
     return [layer for layer in layers if layer.nodes]
-
-

@@ -48,7 +48,7 @@ class Stage:
 
 
 def partition(graph: fx.Graph, plan: Plan) -> list[Stage]:
-    """Refused where the model has fewer layers than the plan has stages, or no cut is as plan.stages or plan.split say."""
+    """Refused where the model has fewer layers than stages, or cannot be cut as plan.stages or plan.split say."""
     layers = find_layers(graph)
     if isinstance(plan.stages, str):
         groups = _by_layout(layers, plan.stages)
@@ -83,7 +83,7 @@ def _example_layout(num_layers: int, num_stages: int) -> str:
 
 def _counts(layers: list[Layer], plan: Plan) -> list[int]:
     """How many layers each stage runs."""
-    if plan.stages is not None:
+    if plan.stages is not None and not isinstance(plan.stages, str):
         if len(plan.stages) != plan.num_stages or sum(plan.stages) != len(layers) or min(plan.stages) < 1:
             raise Refused(
                 Fault(
