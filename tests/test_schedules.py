@@ -6,14 +6,16 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from compare import check
+from compare import check, compile_case
 from threads import run_threads
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
 from zoo import GPT, case, gpt2
 
+from meg_compile.ops.group import Group
 from meg_compile.orders import Action, make, orders
 from meg_compile.plan import Plan
+from meg_compile.runtime.stage import bind
 from meg_compile.schedules import SCHEDULES
 
 MEGATRON = json.loads((Path(__file__).parent / "data" / "megatron_pipelines.json").read_text())
@@ -219,3 +221,48 @@ class Mixed(nn.Module):
 @pytest.mark.parametrize("schedule", ["interleaved_zero_bubble", "zbv_zero_bubble", "dualpipev", "interleaved_1f1b"])
 def test_weights_that_many_products_read_and_stages_without_any(schedule):
     check(case(Mixed, vocab=30), Plan(pp=2, vpp=2, schedule=schedule), 1)
+
+
+class AddsWhole(nn.Module):
+    """Parameters as large as an activation: the gradient of a product is theirs too, through views and in pieces."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(16, 16)
+        self.whole = nn.Parameter(torch.randn(1, 6, 16))
+        self.first, self.rest = nn.Parameter(torch.randn(1, 2, 16)), nn.Parameter(torch.randn(1, 4, 16))
+
+    def forward(self, x):
+        x = self.fc(x.flatten(0, 1)).view(x.shape) + self.whole
+        return self.fc(x) + torch.cat([self.first, self.rest], 1)
+
+
+class AllAdd(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(30, 16), nn.Linear(16, 30)
+        self.h = nn.ModuleList(AddsWhole() for _ in range(4))
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for block in self.h:
+            x = block(x)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("schedule", ["interleaved_zero_bubble", "zbv_zero_bubble", "dualpipev"])
+def test_gradients_that_wait_are_not_added_to(schedule):
+    check(case(AllAdd, vocab=30), Plan(pp=2, vpp=2, schedule=schedule), 1)
+
+
+def test_the_gradients_of_weights_wait_and_nothing_else_does():
+    program = compile_case(GPT2[4], Plan(pp=2, vpp=2, schedule="zbv_zero_bubble"), 1)
+    stage = program.stages[1]
+    tensors = {n: nn.Parameter(torch.randn(program.params[n].shape, dtype=torch.float64)) for n in stage.params}
+    module = bind(stage, tensors, Group(), None, CPU, in_two_parts=True)
+    module(*(torch.randn(v.shape, dtype=v.dtype) for v in stage.received)).sum().backward()
+    products = {n for n in tensors if n.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight"))}
+    assert {n for n, p in tensors.items() if p.grad is None} == products != set()
+    assert module.later is not None
+    module.later.take()()
+    assert all(p.grad is not None for p in tensors.values())

@@ -6,7 +6,7 @@ in backward, every collective among it, runs once and in the order it always has
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -14,9 +14,14 @@ import torch.nn.functional as F
 
 
 class Later:
-    """The weight gradients of one stage that wait."""
+    """The weight gradients of one stage that wait.
 
-    def __init__(self) -> None:
+    parameters: all that the rank trains. Autograd may take the memory of a gradient that waits here for the gradient of
+    a parameter of that size, and would add the next micro-batch's to it: such a parameter gets a copy of its own.
+    """
+
+    def __init__(self, parameters: Iterable[torch.Tensor] = ()) -> None:
+        self._parameters = tuple(parameters)
         self._waiting: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
 
     def add(self, weight: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
@@ -26,6 +31,10 @@ class Later:
     def take(self) -> Callable[[], None]:
         """What computes all that waits now, when it is called."""
         taken, self._waiting = self._waiting, []
+        held = {_memory(factor) for _, *factors in taken for factor in factors}
+        for parameter in self._parameters:
+            if parameter.grad is not None and _memory(parameter.grad) in held:
+                parameter.grad = parameter.grad.clone()
 
         def compute() -> None:
             with torch.no_grad():
@@ -37,6 +46,10 @@ class Later:
                         weight.grad.addmm_(left.t(), right)
 
         return compute
+
+
+def _memory(x: torch.Tensor) -> int:
+    return x.untyped_storage().data_ptr()
 
 
 class _Linear(torch.autograd.Function):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import Any
 
 import torch
@@ -49,14 +50,15 @@ def bind(
     retarget(graph, device)
     root: dict[str, Any] = {name: tensors[name] for name in stage.params}
     root |= {TP: tp, RNG: rng}
-    later = Later() if in_two_parts else None
-    if later is not None:
-        _leave_weights(graph, {n for n, t in root.items() if isinstance(t, nn.Parameter) and t.requires_grad})
-        root[LATER] = later
+    later = None
+    if in_two_parts:
+        trainable = {n: t for n, t in tensors.items() if isinstance(t, nn.Parameter) and t.requires_grad}
+        root[LATER] = later = Later(trainable.values())
+        _leave_weights(graph, trainable)
     return StageModule(stage, fx.GraphModule(root, graph, f"Stage{stage.index}"), later)
 
 
-def _leave_weights(graph: fx.Graph, trainable: set[str]) -> None:
+def _leave_weights(graph: fx.Graph, trainable: Container[str]) -> None:
     """Turn the matrix products with a trainable parameter into those that leave its gradient for later, in place."""
     for node in list(graph.nodes):
         if node.target in _PRODUCTS and not node.kwargs:
