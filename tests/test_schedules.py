@@ -155,24 +155,22 @@ def test_orders_are_megatrons_where_rounds_are():
 
 # Whole programs
 
-GPT2 = {layers: case(gpt2(layers=layers, vocab_size=30), *GPT, vocab=30) for layers in (4, 8)}
+GPT2 = case(gpt2(layers=4, vocab_size=30), *GPT, vocab=30)
 
 
 @pytest.mark.parametrize(
     ("plan", "size"),
     [
-        (Plan(tp=2, pp=2, schedule="looped_bfs"), 2),
-        (Plan(pp=2, dp=2, vpp=2, schedule="looped_bfs"), 1),
+        (Plan(tp=2, pp=2, dp=2, vpp=2, schedule="looped_bfs"), 1),
         (Plan(tp=2, pp=2, dp=2, vpp=2, schedule="interleaved_zero_bubble", sp=True), 1),
-        (Plan(pp=4, vpp=2, schedule="interleaved_zero_bubble"), 1),
         (Plan(tp=2, pp=2, vpp=2, schedule="zbv_zero_bubble"), 2),
-        (Plan(pp=4, vpp=2, schedule="zbv_zero_bubble"), 1),
+        (Plan(pp=4, vpp=2, schedule="zbv_zero_bubble", stages="Et||t|t||t||L"), 1),
         (Plan(tp=2, pp=2, vpp=2, schedule="dualpipev", sp=True), 1),
     ],
     ids=lambda value: f"{value.schedule}-{value.mesh.size}" if isinstance(value, Plan) else "",
 )
 def test_every_schedule_gives_the_plain_models_numbers(plan, size):
-    program = check(GPT2[8 if plan.pp == 4 else 4], plan, size)
+    program = check(GPT2, plan, size)
     tied = program.params["wte.weight"]
     v = plan.schedule in ("zbv_zero_bubble", "dualpipev")
     assert program.holders(tied) == ((0,) if v else (0, plan.pp - 1)), "both ends of a V lie on one rank"
@@ -218,7 +216,7 @@ class Mixed(nn.Module):
         return self.head(x)
 
 
-@pytest.mark.parametrize("schedule", ["interleaved_zero_bubble", "zbv_zero_bubble", "dualpipev", "interleaved_1f1b"])
+@pytest.mark.parametrize("schedule", ["interleaved_zero_bubble", "zbv_zero_bubble"])
 def test_weights_that_many_products_read_and_stages_without_any(schedule):
     check(case(Mixed, vocab=30), Plan(pp=2, vpp=2, schedule=schedule), 1)
 
@@ -250,13 +248,12 @@ class AllAdd(nn.Module):
         return self.head(x)
 
 
-@pytest.mark.parametrize("schedule", ["interleaved_zero_bubble", "zbv_zero_bubble", "dualpipev"])
-def test_gradients_that_wait_are_not_added_to(schedule):
-    check(case(AllAdd, vocab=30), Plan(pp=2, vpp=2, schedule=schedule), 1)
+def test_gradients_that_wait_are_not_added_to():
+    check(case(AllAdd, vocab=30), Plan(pp=2, vpp=2, schedule="interleaved_zero_bubble"), 1)
 
 
 def test_the_gradients_of_weights_wait_and_nothing_else_does():
-    program = compile_case(GPT2[4], Plan(pp=2, vpp=2, schedule="zbv_zero_bubble"), 1)
+    program = compile_case(GPT2, Plan(pp=2, vpp=2, schedule="zbv_zero_bubble"), 1)
     stage = program.stages[1]
     tensors = {n: nn.Parameter(torch.randn(program.params[n].shape, dtype=torch.float64)) for n in stage.params}
     module = bind(stage, tensors, Group(), None, CPU, in_two_parts=True)

@@ -51,7 +51,6 @@ def objective(model, batch):
 SHARDED = ("*.fc1.weight", "*.fc1.bias", "*.fc2.weight", "embed.weight", "choices.weight", "head.*")
 SKIPS = case(Skips, *SHARDED, vocab=VOCAB, loss=None, objective=objective)
 PLANS = [
-    (Plan(pp=2), 1),
     (Plan(pp=4), 1),
     (Plan(pp=4, schedule="gpipe"), 2),
     *(

@@ -46,10 +46,8 @@ SMALL, LARGER = t5(), t5(3)
     ("plan", "size"),
     [
         (Plan(tp=2), 2),
-        (Plan(tp=2, pp=2), 2),
         (Plan(tp=2, pp=2, sp=True, split=1), 1),
         (Plan(pp=4), 1),
-        (Plan(pp=2, dp=2, vpp=2, schedule="interleaved_1f1b", split=2), 1),
         (Plan(tp=2, pp=2, vpp=2, schedule="zbv_zero_bubble", split=2), 1),
     ],
     ids=lambda value: f"{value.schedule}-{value.mesh.size}-{value.split}" if isinstance(value, Plan) else "",
