@@ -24,8 +24,8 @@ class Plan:
     schedule  one of `SCHEDULES`
     stages    blocks per stage in order, pp*vpp numbers, or a layout in Megatron-LM's letters (`stage_layout`);
               None lets the compiler balance them
-    split     of a model with two towers (encoder, decoder) the stage at which the second one starts; None lets it fall
-              where the cost says
+    split     of a model with two towers (encoder, decoder) the stage at which the second one starts; None finds the
+              stage that makes the dearest one cheapest, where the second tower has an input of its own
     strict    refuse a model with an axis that tp does not divide, rather than keep those layers whole
     """
 

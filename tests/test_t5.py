@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from compare import check, compile_case
+from torch import nn
 from zoo import ZOO, case, tokens
 
 from meg_compile.errors import Refused
@@ -82,9 +83,34 @@ def test_both_halves_are_balanced(whole):
     assert [len(stage.layers) for stage in stages] == balance(costs[:3], 2) + balance(costs[3:], 2)
 
 
-def test_without_a_split_the_cut_falls_where_the_cost_says(whole):
-    costs = [layer.cost for layer in find_layers(whole.graph)]
-    assert [len(stage.layers) for stage in cut(whole, pp=3)] == balance(costs, 3)
+@pytest.mark.parametrize("pp", [2, 3, 4, 5, 6])
+def test_without_a_split_the_decoder_starts_where_the_cost_says(whole, pp):
+    stages = cut(whole, pp=pp)
+    towers = [{layer.partition(".")[0] for layer in stage.layers} for stage in stages]
+    assert all(len(tower) == 1 for tower in towers), "no stage holds blocks of both"
+    possible = [cut(whole, pp=pp, split=s) for s in range(max(1, pp - 3), min(3, pp - 1) + 1)]
+    cheapest = min(max(stage.cost for stage in other) for other in possible)
+    assert max(stage.cost for stage in stages) == cheapest
+
+
+def test_towers_that_follow_each_other_are_one_chain():
+    """The second tower of a U-Net goes on from what the first one made: it may start in the middle of a stage."""
+
+    class Chain(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.head = nn.Embedding(VOCAB, 16), nn.Linear(16, VOCAB)
+            self.before = nn.ModuleList(nn.Linear(16, 16) for _ in range(1))
+            self.behind = nn.ModuleList(nn.Linear(16, 16) for _ in range(7))
+
+        def forward(self, ids):
+            x = self.embed(ids)
+            for layer in (*self.before, *self.behind):
+                x = torch.tanh(layer(x))
+            return self.head(x)
+
+    program = compile_case(case(Chain, vocab=VOCAB), Plan(pp=2), 1)
+    assert len(program.stages[0].layers) > 1
 
 
 @pytest.mark.parametrize(

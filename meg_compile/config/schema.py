@@ -34,7 +34,7 @@ class PlanConfig:
     stages: list[int] | str | None
     """Blocks on each stage in order, a layout such as "Et*3|t*3L", or null for a balanced cut."""
     split: int | None
-    """Stage at which the second tower (the decoder) starts; null for where the cost says."""
+    """Stage at which the second tower (the decoder) starts; null for the one that the cost speaks for."""
     strict: bool
     """Refuse a model with an axis that tp does not divide, rather than keep those layers whole."""
 

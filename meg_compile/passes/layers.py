@@ -62,6 +62,12 @@ def find_towers(layers: list[Layer]) -> dict[str, int]:
     return towers
 
 
+def starts_anew(layers: list[Layer]) -> bool:
+    """Whether the second tower starts from something that the first has no part in, as from an embedding of its own."""
+    begins = [layer for before, layer in itertools.pairwise(layers) if _tower(before) != _tower(layer)]
+    return bool(begins) and not _block(begins[0].nodes[0])
+
+
 def take_ends(layers: list[Layer]) -> dict[str, Layer] | None:
     """What comes before the first block and after the last, as layers E and L, taken out of those two layers, in place.
 

@@ -11,6 +11,8 @@ the last. A stage may run nothing of its own and pass on what it receives.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -18,7 +20,7 @@ import torch
 from torch import fx
 
 from meg_compile.errors import Fault, Refused
-from meg_compile.passes.layers import Layer, find_layers, find_towers, take_ends
+from meg_compile.passes.layers import Layer, find_layers, find_towers, starts_anew, take_ends
 from meg_compile.passes.tensor import BOUND
 from meg_compile.plan import Plan
 from meg_compile.stage_layout import read_layout
@@ -105,26 +107,40 @@ def _counts(layers: list[Layer], plan: Plan) -> list[int]:
             )
         )
     costs = [layer.cost for layer in layers]
-    if plan.split is not None:
-        first = _first_tower(layers, plan, plan.split)
-        return balance(costs[:first], plan.split) + balance(costs[first:], plan.num_stages - plan.split)
-    return balance(costs, plan.num_stages)
+    splits = _splits(layers, plan)
+    if not splits:
+        return balance(costs, plan.num_stages)
+    first = next(iter(find_towers(layers).values()))
+    halves = [balance(costs[:first], s) + balance(costs[first:], plan.num_stages - s) for s in splits]
+    return min(halves, key=lambda counts: _dearest_first(costs, counts))
 
 
-def _first_tower(layers: list[Layer], plan: Plan, split: int) -> int:
-    """How many layers the first of two towers has. Refused where there are not two, or a stage would go without."""
-    towers = find_towers(layers)
+def _dearest_first(costs: list[float], counts: list[int]) -> list[float]:
+    ends = list(itertools.accumulate(counts))
+    return sorted((sum(costs[end - count : end]) for end, count in zip(ends, counts, strict=True)), reverse=True)
+
+
+def _splits(layers: list[Layer], plan: Plan) -> Sequence[int]:
+    """The stages at which the second of two towers may start; empty to cut all layers as one chain.
+
+    By itself only a tower with an input of its own is kept apart. Refused where plan.split cannot be.
+    """
+    towers, split = find_towers(layers), plan.split
+    if split is None and (len(towers) != 2 or plan.num_stages == 1 or not starts_anew(layers)):
+        return ()
     if len(towers) != 2:
         named = ", ".join(towers) or "none"
         problem = f"a split needs a model of two towers of blocks, an encoder and a decoder; this one has {named}"
         raise Refused(Fault("plan.split", split, problem, "use plan.split=null"))
     (before, first), (behind, second) = towers.items()
     least, most = max(1, plan.num_stages - second), min(first, plan.num_stages - 1)
+    if split is None:
+        return range(least, most + 1)
     if not least <= split <= most:
         problem = f"{first} blocks of {before} on {split} stages and {second} of {behind} on {plan.num_stages - split}"
         fix = f"use plan.split={least}" + (f" to {most}" if most > least else "") + ", or null"
         raise Refused(Fault("plan.split", split, f"{problem} leaves a stage without one", fix))
-    return first
+    return (split,)
 
 
 def balance(costs: list[float], num_stages: int) -> list[int]:
