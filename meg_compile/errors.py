@@ -12,7 +12,7 @@ what is wrong and what would work. Bugs of this package are plain `AssertionErro
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 
@@ -78,3 +78,8 @@ class RankFailed(MegError):
 def nearest(word: str, options: Iterable[str]) -> str | None:
     """The option that `word` is most likely a misspelling of, or None where none comes close."""
     return next(iter(difflib.get_close_matches(word, list(options), n=1)), None)
+
+
+def any_of(words: Sequence[str]) -> str:
+    """Some choices as a phrase: "2, 4 or 8"."""
+    return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)

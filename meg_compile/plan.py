@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from meg_compile.errors import Fault, Refused, nearest
+from meg_compile.errors import Fault, Refused, any_of, nearest
 from meg_compile.mesh import Mesh
+from meg_compile.schedules import SCHEDULES
+from meg_compile.stage_layout import BadLayout, read_layout
 
-SCHEDULES = ("1f1b", "gpipe", "interleaved_1f1b")
 RECOMPUTE = ("none", "selective", "full")
 
 
@@ -18,12 +19,15 @@ class Plan:
 
     tp        ranks that share every layer (tensor parallel)
     pp        pipeline ranks, each with `vpp` stages
-    vpp       stages (chunks) per pipeline rank; more than 1 needs schedule="interleaved_1f1b"
+    vpp       stages (chunks) per pipeline rank; the schedule says how many it runs
     dp        replicas that read different rows (data parallel)
     cp        ranks that share every sequence (context parallel)
     sp        shard the sequence over the tp ranks between g and f (sequence parallel)
     schedule  one of `SCHEDULES`
-    stages    blocks per stage in order, pp*vpp numbers; None lets the compiler balance them
+    stages    blocks per stage in order, pp*vpp numbers, or a layout in Megatron-LM's letters (`stage_layout`);
+              None lets the compiler balance them
+    split     of a model with two towers (encoder, decoder) the stage at which the second one starts; None finds the
+              stage that makes the dearest one cheapest, where the second tower has an input of its own
     recompute what backward computes again instead of keeping it: one of `RECOMPUTE`; "selective" is the attention core
     recompute_every  of a stage's blocks, recompute each n-th
     strict    refuse a model with an axis that tp does not divide, rather than keep those layers whole
@@ -36,7 +40,8 @@ class Plan:
     cp: int = 1
     sp: bool = False
     schedule: str = "1f1b"
-    stages: tuple[int, ...] | None = None
+    stages: tuple[int, ...] | str | None = None
+    split: int | None = None
     recompute: str = "none"
     recompute_every: int = 1
     strict: bool = True
@@ -55,6 +60,14 @@ class Plan:
         """Pipeline stages in all: pp ranks with vpp each."""
         return self.pp * self.vpp
 
+    def stages_of(self, pp_rank: int) -> list[int]:
+        """The stages that a pipeline rank runs, in order."""
+        return SCHEDULES[self.schedule].stages_of(pp_rank, self.pp, self.vpp)
+
+    def rank_of(self, stage: int) -> int:
+        """The pipeline rank that runs a stage."""
+        return SCHEDULES[self.schedule].rank_of(stage, self.pp)
+
 
 def plan_faults(
     *,
@@ -65,7 +78,8 @@ def plan_faults(
     cp: int,
     sp: bool,
     schedule: str,
-    stages: Sequence[int] | None,
+    stages: Sequence[int] | str | None,
+    split: int | None,
     recompute: str,
     recompute_every: int,
     strict: bool,
@@ -81,9 +95,11 @@ def plan_faults(
         guess = nearest(schedule, SCHEDULES)
         hint = (f"did you mean {guess}? " if guess else "") + f"There are {', '.join(SCHEDULES)}"
         faults.append(Fault("plan.schedule", schedule, "no such schedule", hint))
-    elif vpp > 1 and schedule != "interleaved_1f1b":
-        problem = f"plan.schedule={schedule} runs one stage per rank"
-        faults.append(Fault("plan.vpp", vpp, problem, "use plan.schedule=interleaved_1f1b, or plan.vpp=1"))
+    elif pp > 1 and SCHEDULES[schedule].vpp not in (None, vpp):
+        wanted = SCHEDULES[schedule].vpp
+        problem = f"plan.schedule={schedule} runs {'one stage' if wanted == 1 else f'{wanted} stages'} per rank"
+        others = [s.name for s in SCHEDULES.values() if s.vpp in (None, vpp)]
+        faults.append(Fault("plan.vpp", vpp, problem, f"use plan.vpp={wanted}, or plan.schedule={any_of(others)}"))
     if recompute not in RECOMPUTE:
         guess = nearest(recompute, RECOMPUTE)
         hint = (f"did you mean {guess}? " if guess else "") + f"There are {', '.join(RECOMPUTE)}"
@@ -94,7 +110,37 @@ def plan_faults(
     if vpp > 1 and pp == 1:
         problem = "only a pipeline has stages to interleave"
         faults.append(Fault("plan.vpp", vpp, problem, "use plan.vpp=1, or plan.pp=2 or more"))
+    if split is not None:
+        faults += _split_faults(pp, vpp, stages, split)
+    if isinstance(stages, str):
+        return faults + _layout_faults(pp, vpp, stages)
     return faults + ([] if stages is None else _stages_faults(pp, vpp, stages))
+
+
+def _split_faults(pp: int, vpp: int, stages: Sequence[int] | str | None, split: int) -> list[Fault]:
+    if stages is not None:
+        problem = "plan.stages already says where every block lies"
+        return [Fault("plan.split", split, problem, "leave one of the two out")]
+    if 0 < split < pp * vpp:
+        return []
+    if pp * vpp < 2:
+        return [Fault("plan.split", split, "only a pipeline has a stage to start at", "use plan.pp=2 or more")]
+    problem = f"there are {pp * vpp} stages, from 0, and each tower needs one"
+    fix = "use plan.split=1" + (f" to {pp * vpp - 1}" if pp * vpp > 2 else "")
+    return [Fault("plan.split", split, problem, f"{fix}, or null")]
+
+
+def _layout_faults(pp: int, vpp: int, layout: str) -> list[Fault]:
+    try:
+        num = len(read_layout(layout))
+    except BadLayout as wrong:
+        return [Fault("plan.stages", layout, wrong.problem, wrong.fix)]
+    if min(pp, vpp) < 1 or num == pp * vpp:
+        return []
+    fix = f"write {pp * vpp} of them, with | between"
+    if num % pp == 0:
+        fix += f", or use plan.vpp={num // pp}"
+    return [Fault("plan.stages", layout, f"{num} stages for pp={pp} x vpp={vpp} = {pp * vpp}", fix)]
 
 
 def _stages_faults(pp: int, vpp: int, stages: Sequence[int]) -> list[Fault]:

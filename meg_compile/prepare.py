@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from meg_compile.compiler import compile
 from meg_compile.config import OWN, Config, Here, resolve
+from meg_compile.config.targets import locate
 from meg_compile.errors import Fault, Refused
 from meg_compile.program import Program
 from meg_compile.runtime.world import World
@@ -126,8 +127,8 @@ def loss_of(config: Config) -> Callable[[Tensor, Tensor], Tensor]:
 def _inputs(config: Config, dataset: Any) -> dict[str, Tensor]:
     rows = config.train.micro_batch_size
     if dataset is None and config.data.target.startswith(OWN):
-        tokens = torch.empty(rows, config.data.args["seq_len"], dtype=torch.int64)
-        return {"input_ids": tokens, "labels": tokens}
+        lengths = locate(config.data.target).lengths(config.data.args["seq_len"])
+        return {name: torch.empty(rows, length, dtype=torch.int64) for name, length in lengths.items()}
     dataset = _built("data", config) if dataset is None else dataset
     try:
         return example(dataset, rows, config.data.fields, DTYPES[config.precision])

@@ -83,7 +83,7 @@ class Program:
     plan:             the parallel plan.
     inputs:           one micro-batch of each field that the program reads, on meta.
     parts:            the fields of which each cp rank reads its part, and along which dim.
-    stages:           pp * vpp stages; stage s runs on pipeline rank s % pp.
+    stages:           pp * vpp stages in order; the schedule says which pipeline rank runs which (`pp_rank_of`).
     params:           every parameter and buffer by the user's name.
     units:            what the loss of a micro-batch is a sum over.
     limits:           the fields that hold indices, and how far they reach.
@@ -112,10 +112,10 @@ class Program:
 
     def stage_of_rank(self, pp_rank: int) -> list[int]:
         """The stages that a pipeline rank runs, in order."""
-        return list(range(pp_rank, self.plan.num_stages, self.plan.pp))
+        return self.plan.stages_of(pp_rank)
 
     def pp_rank_of(self, stage: int) -> int:
-        return stage % self.plan.pp
+        return self.plan.rank_of(stage)
 
     def micro_batches(self, batch: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
         """A replica's rows, field by field [rows, ...], cut into micro-batches of the fields that are read."""

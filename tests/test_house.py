@@ -24,8 +24,8 @@ LAYERS = [
     {"axes"},
     {"graph"},
     {"config"},
-    {"plan", "ops", "models"},
-    {"errors", "mesh"},
+    {"plan", "orders", "ops", "models"},
+    {"errors", "mesh", "schedules", "stage_layout"},
 ]
 DEPTH = {package: depth for depth, packages in enumerate(LAYERS) for package in packages}
 

@@ -264,7 +264,13 @@ NORMS = [4.1771919503, 4.0747527864, 3.7249363182, 3.406054166, 2.9133472982]
 @pytest.mark.dist
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "plan", ["plan=pp2", "plan=pp2_dp2", "plan=pp2 plan.vpp=2 plan.schedule=interleaved_1f1b train.micro_batch_size=1"]
+    "plan",
+    [
+        "plan=pp2",
+        "plan=pp2_dp2",
+        "plan=pp2 plan.vpp=2 plan.schedule=interleaved_1f1b train.micro_batch_size=1",
+        "plan=pp2 plan.vpp=2 plan.schedule=zbv_zero_bubble",
+    ],
 )
 def test_the_loss_on_the_screen_is_the_loss_once_a_step(plan, tmp_path):
     ran = run_py(tmp_path, *TINY, "data._target_=models.FixedRows", *plan.split())

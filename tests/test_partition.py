@@ -10,7 +10,8 @@ from torch import fx
 from zoo import ZOO, case, gpt2
 
 from meg_compile.errors import Refused
-from meg_compile.passes.partition import balance, find_activations, find_layers
+from meg_compile.passes.layers import find_activations, find_layers
+from meg_compile.passes.partition import balance
 from meg_compile.plan import Plan
 
 

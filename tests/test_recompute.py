@@ -84,6 +84,7 @@ def written_out(dropout: float):
         {"tp": 2, "sp": True},
         {"pp": 2},
         {"tp": 2, "pp": 2, "vpp": 2, "schedule": "interleaved_1f1b"},
+        {"tp": 2, "pp": 2, "vpp": 2, "schedule": "zbv_zero_bubble", "sp": True},
     ],
     ids=str,
 )

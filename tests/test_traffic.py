@@ -161,6 +161,8 @@ PLANS = [
     Plan(pp=2, schedule="gpipe"),
     Plan(pp=2, vpp=2, schedule="interleaved_1f1b"),
     Plan(tp=2, pp=2, vpp=2, schedule="interleaved_1f1b"),
+    Plan(tp=2, pp=2, vpp=2, schedule="zbv_zero_bubble", sp=True),
+    Plan(pp=2, vpp=2, schedule="dualpipev"),
     Plan(tp=2, sp=True),
     Plan(tp=4, sp=True),
     Plan(tp=2, pp=2, dp=2, sp=True),

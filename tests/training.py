@@ -41,6 +41,7 @@ def config(**changes: Any) -> Config:
             "sp": False,
             "schedule": "1f1b",
             "stages": None,
+            "split": None,
             "recompute": "none",
             "recompute_every": 1,
             "strict": True,

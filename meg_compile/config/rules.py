@@ -10,8 +10,9 @@ from typing import Any
 
 from meg_compile.config.read import Reading
 from meg_compile.config.targets import OWN
-from meg_compile.errors import Fault
+from meg_compile.errors import Fault, any_of
 from meg_compile.plan import Plan, plan_faults
+from meg_compile.schedules import SCHEDULES
 
 
 @dataclass(frozen=True)
@@ -94,28 +95,23 @@ def _batch(v: Mapping[str, Any], here: Here) -> list[Fault]:
     fix = f"use train.global_batch_size={' or '.join([*below, str((total // unit + 1) * unit)])}"
     if total % dp == 0:
         fitting = [str(size) for size in range(1, total // dp + 1) if total // dp % size == 0]
-        fix += f", or train.micro_batch_size={_choices(fitting)}"
+        fix += f", or train.micro_batch_size={any_of(fitting)}"
     problem = f"is no multiple of train.micro_batch_size={micro} x plan.dp={dp} = {unit}"
     return [Fault("train.global_batch_size", total, problem, fix)]
 
 
 def _microbatches(v: Mapping[str, Any], here: Here) -> list[Fault]:
-    """What the pipeline schedules of torch.distributed.pipelining ask of the number of micro-batches."""
+    """What the schedule asks of the number of micro-batches."""
     total, micro, dp, pp = (v[k] for k in ("train.global_batch_size", "train.micro_batch_size", "plan.dp", "plan.pp"))
-    schedule, count = v["plan.schedule"], total // (micro * dp)
-    if total % (micro * dp) or pp == 1 or v["task"] == "explain":
+    schedule, count = SCHEDULES[v["plan.schedule"]], total // (micro * dp)
+    if total % (micro * dp) or pp == 1 or v["task"] == "explain" or schedule.allows(count, pp):
         return []
-    if schedule == "1f1b" and count < pp:
-        problem = f"needs at least {pp} micro-batches for pp={pp} stages; there are {count}"
-        fix = f"use train.global_batch_size={pp * micro * dp}, or plan.schedule=gpipe"
-        return [Fault("plan.schedule", schedule, problem, fix)]
-    rounds = max(1, count // pp)
-    if schedule == "interleaved_1f1b" and count % rounds:
-        problem = f"{count} micro-batches do not fill {rounds} rounds of pp={pp} evenly"
-        sizes = [n * pp * micro * dp for n in (count // pp, count // pp + 1)]
-        fix = f"use train.global_batch_size={sizes[0]} or {sizes[1]}"
-        return [Fault("plan.schedule", schedule, problem, fix)]
-    return []
+    sizes = [str(n * micro * dp) for n in schedule.near(count, pp)]
+    fix = f"use train.global_batch_size={any_of(sizes)}"
+    others = [s.name for s in SCHEDULES.values() if s.vpp in (None, v["plan.vpp"]) and s.allows(count, pp)]
+    if others:
+        fix += f", or plan.schedule={any_of(others)}"
+    return [Fault("plan.schedule", schedule.name, schedule.why_not(count, pp), fix)]
 
 
 def _processes(v: Mapping[str, Any], here: Here) -> list[Fault]:
@@ -214,10 +210,6 @@ def _export(v: Mapping[str, Any], here: Here) -> list[Fault]:
     if parent and not os.path.isdir(parent):
         return [Fault("export.path", path, f"{parent} is a file, not a directory", "choose another place")]
     return []
-
-
-def _choices(numbers: list[str]) -> str:
-    return " or ".join([", ".join(numbers[:-1]), numbers[-1]] if len(numbers) > 1 else numbers)
 
 
 def _join(first: str, second: str) -> str:

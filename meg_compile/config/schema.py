@@ -22,7 +22,7 @@ class PlanConfig:
     pp: int
     """Pipeline ranks (pipeline parallel)."""
     vpp: int
-    """Stages per pipeline rank; more than 1 needs the interleaved schedule."""
+    """Stages per pipeline rank; the schedule says how many it runs."""
     dp: int
     """Replicas of the model, each reading its own rows (data parallel)."""
     cp: int
@@ -30,9 +30,11 @@ class PlanConfig:
     sp: bool
     """Split the sequence over the tp ranks between layers (sequence parallel)."""
     schedule: str
-    """Order of forward and backward passes: 1f1b, gpipe or interleaved_1f1b."""
-    stages: list[int] | None
-    """Blocks on each stage in order, or null for a balanced cut."""
+    """Order of forward and backward passes, a name in `meg_compile.schedules`."""
+    stages: list[int] | str | None
+    """Blocks on each stage in order, a layout such as "Et*3|t*3L", or null for a balanced cut."""
+    split: int | None
+    """Stage at which the second tower (the decoder) starts; null for the one that the cost speaks for."""
     recompute: str
     """What backward computes again instead of keeping it: none, selective (the attention core) or full (blocks)."""
     recompute_every: int
@@ -42,7 +44,7 @@ class PlanConfig:
 
     def plan(self) -> Plan:
         """The frozen plan that the compiler takes."""
-        stages = None if self.stages is None else tuple(self.stages)
+        stages = tuple(self.stages) if isinstance(self.stages, list) else self.stages
         return Plan(**{**vars(self), "stages": stages})
 
 

@@ -12,6 +12,7 @@ from meg_compile.axes.atoms import Atom, atoms
 from meg_compile.explain.linears import Linear, find_linears
 from meg_compile.explain.table import human_bytes, human_count, table
 from meg_compile.explain.text import to_text
+from meg_compile.explain.timeline import figures, timeline
 from meg_compile.explain.traffic import Collective, collectives
 from meg_compile.graph.nodes import locate
 from meg_compile.passes.partition import Stage
@@ -34,11 +35,14 @@ def explain(program: Program, num_micro_batches: int = 1, block: int = 0) -> str
             program, block
         ),
         "Stages": _stages(program),
+        f"Schedule {program.plan.schedule} of {_several(num_micro_batches, 'micro-batch')}": (
+            timeline(program, num_micro_batches) if program.plan.pp > 1 else ""
+        ),
         f"Bytes that a rank sends in a step of {_several(num_micro_batches, 'micro-batch')}": _traffic(
             program, num_micro_batches
         ),
     }
-    return "\n\n".join(f"{title}\n{'=' * len(title)}\n{text}" for title, text in sections.items()) + "\n"
+    return "\n\n".join(f"{title}\n{'=' * len(title)}\n{text}" for title, text in sections.items() if text) + "\n"
 
 
 def to_dict(program: Program, num_micro_batches: int = 1) -> dict[str, Any]:
@@ -73,6 +77,7 @@ def to_dict(program: Program, num_micro_batches: int = 1) -> dict[str, Any]:
             }
             for s in program.stages
         ],
+        "timeline": figures(program, num_micro_batches),
         "collectives": [asdict(c) | {"step_bytes": c.per_step(num_micro_batches)} for c in collectives(program)],
     }
 
@@ -190,7 +195,7 @@ def _inside(path: str, block: str) -> bool:
 def _stages(program: Program) -> str:
     rows = []
     for stage in program.stages:
-        layers = " .. ".join(dict.fromkeys((stage.layers[0], stage.layers[-1]))) or "all"
+        layers = " .. ".join(dict.fromkeys((*stage.layers[:1], *stage.layers[-1:]))) or _without_layers(program, stage)
         size = params_of(program, stage)
         bytes_held = sum(p.local_numel * p.dtype.itemsize for p in (program.params[n] for n in stage.params))
         rows.append(
@@ -206,6 +211,14 @@ def _stages(program: Program) -> str:
         )
     header = ("stage", "pp rank", "layers", "number", "params per rank", "bytes", "cost")
     return table(header, rows, right=(0, 1, 3, 4, 5, 6))
+
+
+def _without_layers(program: Program, stage: Stage) -> str:
+    """What a stage does that runs no layer, by where it stands."""
+    if len(program.stages) == 1:
+        return "all"
+    ends = {0: "before the first", len(program.stages) - 1: "after the last"}
+    return ends.get(stage.index, "none, passes on")
 
 
 def _share(program: Program, stage: Stage) -> float:

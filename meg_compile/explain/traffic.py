@@ -57,12 +57,13 @@ def collectives(program: Program) -> list[Collective]:
             group = "cp" if node.target is context_attention else "tp"
             for kind, when, what, size in _of_node(node, plan.cp):
                 found.append(Collective(kind, group, when, what, size, stage.index))
-        found += [
-            Collective("send", "pp", when, f"activation {i}", _bytes(value), stage.index)
-            for when, values in (("forward", stage.sent), ("backward", stage.received))
-            for i, value in enumerate(values)
-            if program.plan.pp > 1 and (when == "forward" or value.is_floating_point())
-        ]
+        for when, values, other in (("forward", stage.sent, 1), ("backward", stage.received, -1)):
+            if values and plan.rank_of(stage.index) != plan.rank_of(stage.index + other):
+                found += [
+                    Collective("send", "pp", when, f"activation {i}", _bytes(value), stage.index)
+                    for i, value in enumerate(values)
+                    if when == "forward" or value.requires_grad
+                ]
         for name in stage.params:
             found += _of_gradient(program, name, stage.index)
     if plan.mesh.size > 1:

@@ -5,25 +5,25 @@ Out: one graph per stage. A stage receives the activations that cross its start,
      needs, and returns the activations that cross its end, or the loss. What depends on no activation (positions,
      masks, a parameter's cast) is computed again in every stage that reads it, rather than sent.
 
-Cuts lie between layers: a layer is what runs inside one numbered block of the model ("h.3"); what comes before the
-first belongs to it, what comes after the last to that. A model without blocks is cut where all of its activations
-pass through one value.
+Cuts lie between layers (`passes/layers.py`); a layout by hand also cuts off what comes before the first block and after
+the last. A stage may run nothing of its own and pass on what it receives.
 """
 
 from __future__ import annotations
 
-import re
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
-import networkx as nx
 import torch
 from torch import fx
 
 from meg_compile.errors import Fault, Refused
-from meg_compile.graph.cost import cost
-from meg_compile.graph.nodes import BOUND, locate
+from meg_compile.graph.nodes import BOUND
+from meg_compile.passes.layers import Layer, find_layers, find_towers, starts_anew, take_ends
 from meg_compile.plan import Plan
+from meg_compile.stage_layout import read_layout
 
 
 @dataclass
@@ -31,10 +31,11 @@ class Stage:
     """One pipeline stage.
 
     graph:    placeholders are the received activations (`received`), then fields of the batch (`fields`).
-    received: the activations that come from the stage before, on meta, with the shapes of one rank.
+    received: the activations that come from the stage before, on meta, with the shapes of one rank; those that have a
+              gradient to send back require one.
     sent:     those that go to the next; empty for the last stage, which returns the loss.
     params:   names of the parameters and buffers that it reads.
-    layers:   the layers that it runs, in order.
+    layers:   the layers that it runs, in order; none where it only passes on, or runs an end of the model.
     cost:     its share of a step, in floating-point operations.
     """
 
@@ -48,100 +49,43 @@ class Stage:
     cost: float
 
 
-@dataclass
-class _Layer:
-    """Consecutive activations that stay on one stage. `prologue` and `epilogue` are what no block holds."""
-
-    name: str
-    nodes: list[fx.Node]
-
-    @property
-    def cost(self) -> float:
-        return sum(map(cost, self.nodes))
-
-
 def partition(graph: fx.Graph, plan: Plan) -> list[Stage]:
-    """Refused where the model has fewer layers than the plan has stages, or plan.stages does not add up."""
+    """Refused where the model has fewer layers than stages, or cannot be cut as plan.stages or plan.split say."""
     layers = find_layers(graph)
-    counts = _counts(layers, plan)
-    groups, start = [], 0
-    for count in counts:
-        groups.append(layers[start : start + count])
-        start += count
+    if isinstance(plan.stages, str):
+        groups = _by_layout(layers, plan.stages)
+    else:
+        groups, start = [], 0
+        for count in _counts(layers, plan):
+            groups.append(layers[start : start + count])
+            start += count
     return [_stage(graph, groups, i) for i in range(len(groups))]
 
 
-def find_layers(graph: fx.Graph) -> list[_Layer]:
-    """The model's layers in order; between them they hold every activation.
-
-    Leaves in meta["layer"] in which layer's own code an activation is made; "" for what no block holds.
-    """
-    order = find_activations(graph)
-    layers: list[_Layer] = []
-    for node in order:
-        name = _block(node)
-        if not layers or (name and layers[-1].name != name):
-            layers.append(_Layer(name, []))
-        layers[-1].nodes.append(node)
-    if len(layers) > 1 and not layers[0].name:
-        before = layers.pop(0)
-        layers[0].nodes[:0] = before.nodes
-    names = [layer.name for layer in layers]
-    if names == [""] or len(set(names)) != len(names):
-        layers = _layers_by_dominators(order)
-        for layer in layers:
-            for node in layer.nodes:
-                node.meta["layer"] = layer.name
-        return layers
-    for node in order:
-        node.meta["layer"] = _block(node)
-    return layers
+def _by_layout(layers: list[Layer], layout: str) -> list[list[Layer]]:
+    """The layers of every stage of a layout; the ends of the model have no name."""
+    letters = read_layout(layout)
+    ends = take_ends(layers)
+    if ends is None:
+        problem = "the model has no numbered blocks for its letters to stand for"
+        raise Refused(Fault("plan.stages", layout, problem, "use null for a balanced cut, or a list of counts"))
+    if (num := sum(map(len, letters)) - 2) != len(layers):
+        fix = f"write t {len(layers)} times, as in {_example_layout(len(layers), len(letters))}"
+        raise Refused(Fault("plan.stages", layout, f"{num} blocks, and the model has {len(layers)}", fix))
+    if letters[0] == "E" and not ends["E"].nodes:
+        problem = "nothing of the model comes before its first block, so a stage of E alone has nothing to send"
+        raise Refused(Fault("plan.stages", layout, problem, "put the first block beside it, as Et"))
+    blocks = iter(layers)
+    return [[next(blocks) if letter == "t" else ends[letter] for letter in stage] for stage in letters]
 
 
-def find_activations(graph: fx.Graph) -> list[fx.Node]:
-    """Values that depend on both data and parameters, in order: what flows from stage to stage."""
-    found: dict[fx.Node, None] = {}
-    for node in graph.nodes:
-        if node.op == "call_function":
-            differentiable = node.meta.get("grad") and not node.meta.get("constant")
-            if differentiable or any(n in found for n in node.all_input_nodes):
-                found[node] = None
-    return list(found)
+def _example_layout(num_layers: int, num_stages: int) -> str:
+    return "E" + "|".join("t" * count for count in _even(num_layers, num_stages)) + "L"
 
 
-def _block(node: fx.Node) -> str:
-    """The numbered block that a node runs in: its module path up to the first number."""
-    match = re.match(r"(?:[^.]+\.)*?\d+(?=\.|$)", locate(node))
-    return match.group() if match else ""
-
-
-def _layers_by_dominators(order: list[fx.Node]) -> list[_Layer]:
-    """Cut after every value that all activations before it pass through, on every path to the loss."""
-    flow = nx.DiGraph()
-    members = set(order)
-    for node in order:
-        inputs = [n for n in node.all_input_nodes if n in members]
-        flow.add_edges_from((n, node) for n in inputs or ["data"])
-    ahead = nx.immediate_dominators(flow, "data")
-    through, node = {order[-1]}, order[-1]
-    while (node := ahead[node]) != "data":
-        through.add(node)
-    place = {n: i for i, n in enumerate(order)}
-    last_use = {n: max((place[u] for u in n.users if u in members), default=0) for n in order}
-    layers, open_until = [_Layer("", [])], -1
-    for i, node in enumerate(order):
-        layers[-1].nodes.append(node)
-        alone = node in through and open_until <= i
-        open_until = max(open_until, last_use[node])
-        if alone:
-            layers[-1].name = locate(node) or node.name
-            layers.append(_Layer("", []))
-    return [layer for layer in layers if layer.nodes]
-
-
-def _counts(layers: list[_Layer], plan: Plan) -> list[int]:
+def _counts(layers: list[Layer], plan: Plan) -> list[int]:
     """How many layers each stage runs."""
-    if plan.stages is not None:
+    if plan.stages is not None and not isinstance(plan.stages, str):
         if len(plan.stages) != plan.num_stages or sum(plan.stages) != len(layers) or min(plan.stages) < 1:
             raise Refused(
                 Fault(
@@ -162,7 +106,41 @@ def _counts(layers: list[_Layer], plan: Plan) -> list[int]:
                 f"use at most {len(layers)}",
             )
         )
-    return balance([layer.cost for layer in layers], plan.num_stages)
+    costs = [layer.cost for layer in layers]
+    splits = _splits(layers, plan)
+    if not splits:
+        return balance(costs, plan.num_stages)
+    first = next(iter(find_towers(layers).values()))
+    halves = [balance(costs[:first], s) + balance(costs[first:], plan.num_stages - s) for s in splits]
+    return min(halves, key=lambda counts: _dearest_first(costs, counts))
+
+
+def _dearest_first(costs: list[float], counts: list[int]) -> list[float]:
+    ends = list(itertools.accumulate(counts))
+    return sorted((sum(costs[end - count : end]) for end, count in zip(ends, counts, strict=True)), reverse=True)
+
+
+def _splits(layers: list[Layer], plan: Plan) -> Sequence[int]:
+    """The stages at which the second of two towers may start; empty to cut all layers as one chain.
+
+    By itself only a tower with an input of its own is kept apart. Refused where plan.split cannot be.
+    """
+    towers, split = find_towers(layers), plan.split
+    if split is None and (len(towers) != 2 or plan.num_stages == 1 or not starts_anew(layers)):
+        return ()
+    if len(towers) != 2:
+        named = ", ".join(towers) or "none"
+        problem = f"a split needs a model of two towers of blocks, an encoder and a decoder; this one has {named}"
+        raise Refused(Fault("plan.split", split, problem, "use plan.split=null"))
+    (before, first), (behind, second) = towers.items()
+    least, most = max(1, plan.num_stages - second), min(first, plan.num_stages - 1)
+    if split is None:
+        return range(least, most + 1)
+    if not least <= split <= most:
+        problem = f"{first} blocks of {before} on {split} stages and {second} of {behind} on {plan.num_stages - split}"
+        fix = f"use plan.split={least}" + (f" to {most}" if most > least else "") + ", or null"
+        raise Refused(Fault("plan.split", split, f"{problem} leaves a stage without one", fix))
+    return (split,)
 
 
 def balance(costs: list[float], num_stages: int) -> list[int]:
@@ -190,7 +168,7 @@ def _even(num_layers: int, num_stages: int) -> list[int]:
     return [small + (i < more) for i in range(num_stages)]
 
 
-def _stage(graph: fx.Graph, groups: list[list[_Layer]], index: int) -> Stage:
+def _stage(graph: fx.Graph, groups: list[list[Layer]], index: int) -> Stage:
     home = {node: i for i, group in enumerate(groups) for layer in group for node in layer.nodes}
     received = _crossing(home, index)
     sent = _crossing(home, index + 1)
@@ -220,11 +198,11 @@ def _stage(graph: fx.Graph, groups: list[list[_Layer]], index: int) -> Stage:
     return Stage(
         index,
         new,
-        tuple(n.meta["val"] for n in received),
-        tuple(n.meta["val"] for n in sent),
+        tuple(map(_example, received)),
+        tuple(map(_example, sent)),
         tuple(n.target for n in graph.nodes if n in needed and n.op == "placeholder"),
         tuple(n.target for n in graph.nodes if n in needed and n.op == "get_attr" and n.target not in BOUND),
-        tuple(layer.name for layer in groups[index]),
+        tuple(layer.name for layer in groups[index] if layer.name is not None),
         sum(layer.cost for layer in groups[index]),
     )
 
@@ -232,3 +210,7 @@ def _stage(graph: fx.Graph, groups: list[list[_Layer]], index: int) -> Stage:
 def _crossing(home: dict[fx.Node, int], stage: int) -> list[fx.Node]:
     """The activations made before a stage that it or a later one reads."""
     return [n for n, i in home.items() if i < stage and any(home.get(u, -1) >= stage for u in n.users)]
+
+
+def _example(node: fx.Node) -> torch.Tensor:
+    return torch.empty_like(node.meta["val"], device="meta").requires_grad_(bool(node.meta["grad"]))

@@ -47,7 +47,8 @@ class Executor:
         rng = ShardRng(seed + 7919 * (1 + groups.rank), device)
         self.cp = Group(program.plan.cp, at.cp, groups.cp)
         bound = {TP: tp, CP: self.cp, RNG: rng}
-        self.modules: list[StageModule] = [bind(s, program.plan, self.tensors, bound, device) for s in self.stages]
+        modules = [bind(stage, program.plan, self.tensors, bound, device) for stage in self.stages]
+        self.modules: list[StageModule] = modules
         self.shared = self._shared_groups()
         self._runs: dict[int, Run] = {}
 

@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.pipelining import (
-    PipelineStage,
-    Schedule1F1B,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-)
-from torch.distributed.pipelining.schedules import PipelineScheduleSingle
+from torch.distributed.pipelining import PipelineStage
 
+from meg_compile.orders import make
 from meg_compile.passes.partition import Stage
 from meg_compile.program import Program
 from meg_compile.runtime.stage import StageModule
@@ -23,12 +17,6 @@ Batch = dict[str, torch.Tensor]
 Run = Callable[[Batch, float, bool], float]
 """(a replica's rows, scale, backward) -> the sum of scale * loss over its micro-batches; 0.0 where the last stage is
 elsewhere. With backward, gradients of that sum are left in the parameters."""
-
-SCHEDULES: dict[str, type[Any]] = {
-    "1f1b": Schedule1F1B,
-    "gpipe": ScheduleGPipe,
-    "interleaved_1f1b": ScheduleInterleaved1F1B,
-}
 
 
 def one_stage(program: Program, module: StageModule) -> Run:
@@ -55,13 +43,7 @@ def pipeline(
 ) -> Run:
     """A pipeline schedule over this rank's stages, with shapes known beforehand, so that none are exchanged."""
     pipe_stages = [_pipe_stage(program, m, s, group, device) for m, s in zip(modules, stages, strict=True)]
-    kind = SCHEDULES[program.plan.schedule]
-    schedule = kind(
-        pipe_stages[0] if issubclass(kind, PipelineScheduleSingle) else pipe_stages,
-        num_micro_batches,
-        loss_fn=lambda loss, scale: loss * scale[0],
-        scale_grads=False,
-    )
+    schedule = make(program.plan.schedule, pipe_stages, num_micro_batches, lambda loss, scale: loss * scale[0])
     last = any(s.is_last for s in pipe_stages)
 
     def run(batch: Batch, scale: float, backward: bool) -> float:
@@ -83,19 +65,14 @@ def pipeline(
 def _pipe_stage(
     program: Program, module: StageModule, stage: Stage, group: dist.ProcessGroup, device: torch.device
 ) -> PipelineStage:
-    received, sent = (tuple(_example(t) for t in side) for side in (stage.received, stage.sent))
-    if stage.index == program.plan.num_stages - 1:
-        sent = (torch.empty((), device="meta"),)
+    is_last = stage.index == program.plan.num_stages - 1
     return PipelineStage(
         module,
         stage.index,
         program.plan.num_stages,
         device,
-        input_args=received,
-        output_args=sent,
+        input_args=stage.received,
+        output_args=(torch.empty((), device="meta"),) if is_last else stage.sent,
         group=group,
+        dw_builder=module.later and module.later.take,
     )
-
-
-def _example(value: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(value, device="meta").requires_grad_(value.is_floating_point())

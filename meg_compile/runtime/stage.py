@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -10,13 +10,15 @@ import torch
 from torch import fx, nn
 
 from meg_compile.graph.clean import retarget
-from meg_compile.graph.nodes import BOUND
+from meg_compile.graph.nodes import BOUND, LATER
+from meg_compile.ops.later import Later, addmm_later, linear_later
 from meg_compile.passes.blocks import find_blocks, find_cores
 from meg_compile.passes.outline import outline
 from meg_compile.passes.partition import Stage
 from meg_compile.plan import Plan
 from meg_compile.runtime.recompute import Recomputed
 from meg_compile.runtime.regather import Regather
+from meg_compile.schedules import SCHEDULES
 
 
 class StageModule(nn.Module):
@@ -24,14 +26,18 @@ class StageModule(nn.Module):
 
     Fields of other stages of the same rank may be given too; they are left out. `blocks` are the parts of it that are
     modules of their own. regather: keep parts of the sequence for backward, rather than what was gathered of them.
+    `later` keeps the weight gradients that backward leaves for later, where the schedule runs it in two parts.
     """
 
-    def __init__(self, stage: Stage, body: fx.GraphModule, blocks: list[nn.Module], regather: bool):
+    def __init__(
+        self, stage: Stage, body: fx.GraphModule, blocks: list[nn.Module], regather: bool, later: Later | None
+    ):
         super().__init__()
         self.regather = regather
         self.body = body
         self.fields = stage.fields
         self.blocks = blocks
+        self.later = later
 
     def forward(self, *received: torch.Tensor, **fields: torch.Tensor) -> Any:
         with Regather() if self.regather else nullcontext():
@@ -48,15 +54,20 @@ def bind(
     graph = fx.Graph()
     graph.output(graph.graph_copy(stage.graph, {}))
     retarget(graph, device)
+    later = None
+    if plan.pp > 1 and SCHEDULES[plan.schedule].splits:
+        trainable = {n: t for n, t in tensors.items() if isinstance(t, nn.Parameter) and t.requires_grad}
+        later = Later(trainable.values())
+        _leave_weights(graph, trainable)
+    bound = {**bound, LATER: later}
     values = {**tensors, **bound}
     outer, inner = outline(graph, find_blocks(graph), BOUND)
     blocks: dict[str, nn.Module] = {}
     for i, (name, block) in enumerate(inner.items()):
         recompute = plan.recompute if i % plan.recompute_every == 0 else "none"
         blocks[name] = _block(block, name, recompute, values, bound)
-    return StageModule(
-        stage, _module(outer, values | blocks, f"Stage{stage.index}"), list(blocks.values()), plan.sp and plan.tp > 1
-    )
+    body = _module(outer, values | blocks, f"Stage{stage.index}")
+    return StageModule(stage, body, list(blocks.values()), plan.sp and plan.tp > 1, later)
 
 
 def _block(
@@ -73,3 +84,25 @@ def _block(
 def _module(graph: fx.Graph, values: Mapping[str, Any], name: str) -> fx.GraphModule:
     read = dict.fromkeys(str(n.target) for n in graph.nodes if n.op in ("get_attr", "call_module"))
     return fx.GraphModule({target: values[target] for target in read}, graph, name)
+
+
+def _leave_weights(graph: fx.Graph, trainable: Container[str]) -> None:
+    """Turn the matrix products with a trainable parameter into those that leave its gradient for later, in place."""
+    for node in list(graph.nodes):
+        if node.target in _PRODUCTS and not node.kwargs:
+            product, at, num = _PRODUCTS[node.target]
+            weight = node.args[at]
+            vector = at == 1 or node.args[0].meta["val"].dim() == 1
+            if weight.op == "get_attr" and weight.target in trainable and vector:
+                with graph.inserting_before(node):
+                    args = (*node.args, *[None] * (num - len(node.args)), graph.get_attr(LATER))
+                    new = graph.call_function(product, args)
+                new.meta = dict(node.meta)
+                node.replace_all_uses_with(new)
+                graph.erase_node(node)
+
+
+_PRODUCTS = {  # operator: (the one that leaves the weight's gradient for later, where the weight stands, arguments)
+    torch.ops.aten.linear.default: (linear_later, 1, 3),
+    torch.ops.aten.addmm.default: (addmm_later, 2, 3),
+}

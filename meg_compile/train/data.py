@@ -49,6 +49,33 @@ class TextRows(Dataset):
         window = self.tokens[i * self.seq_len : (i + 1) * self.seq_len + 1].long()
         return {"input_ids": window[:-1], "labels": window[1:]}
 
+    @classmethod
+    def lengths(cls, seq_len: int) -> dict[str, int]:
+        """The tokens of each field of a row, known without a text."""
+        return {"input_ids": seq_len, "labels": seq_len}
+
+
+class TextHalves(TextRows):
+    """The same windows for an encoder and a decoder: the first half is read, the second one is to be written.
+
+    Of a window w of `seq_len` tokens with h = seq_len // 2 the row is {"input_ids": w[:h], "decoder_input_ids":
+    w[h - 1 : -1], "labels": w[h:]}, so the decoder starts from the last token that the encoder reads.
+    """
+
+    def __init__(self, seq_len: int, path: str | None = None, tokenizer: str | None = None):
+        if seq_len < 2:
+            raise Refused(Fault("data.seq_len", seq_len, "each half holds at least one token", "use 2 or more"))
+        super().__init__(seq_len, path, tokenizer)
+
+    def __getitem__(self, i: int) -> dict[str, Tensor]:
+        window, half = super().__getitem__(i)["input_ids"], self.seq_len // 2
+        return {"input_ids": window[:half], "decoder_input_ids": window[half - 1 : -1], "labels": window[half:]}
+
+    @classmethod
+    def lengths(cls, seq_len: int) -> dict[str, int]:
+        half = seq_len // 2
+        return {"input_ids": half, "decoder_input_ids": seq_len - half, "labels": seq_len - half}
+
 
 def _documentation() -> bytes:
     from pydoc_data.topics import topics
