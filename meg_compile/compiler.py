@@ -9,15 +9,17 @@ from torch import nn
 
 from meg_compile.axes.infer import Axes, infer
 from meg_compile.axes.layout import Layout, Shard, shard
+from meg_compile.errors import Fault, Refused
 from meg_compile.graph.capture import Captured, Loss, capture
 from meg_compile.models.loss import cross_entropy
 from meg_compile.passes.check import check_shapes
 from meg_compile.passes.choose import choose
 from meg_compile.passes.in_place import in_place
 from meg_compile.passes.partition import Stage, partition
+from meg_compile.passes.rows import judge
 from meg_compile.passes.sequence import shard_sequence
 from meg_compile.passes.tensor import tensor_parallel
-from meg_compile.passes.tokens import find_limits, sum_over_tokens
+from meg_compile.passes.tokens import WHOLE, find_limits, sum_over_tokens
 from meg_compile.plan import Plan
 from meg_compile.program import ParamSpec, Program
 from meg_compile.runtime.init import from_module, record
@@ -44,7 +46,11 @@ def compile(
         module = module.to(dtype)
 
     captured = capture(module, inputs, loss, source.value)
-    units, limits = sum_over_tokens(captured.graph), find_limits(captured.graph)
+    verdict = judge(captured, lambda times: capture(module, _repeated(inputs, times), loss, source.value))
+    units, limits = sum_over_tokens(captured, verdict), find_limits(captured.graph)
+    if units.coupled and plan.dp > 1:
+        problem = f"the loss couples the rows of a batch ({units.coupled}), and a replica sees only its own"
+        raise Refused(Fault("plan.dp", plan.dp, problem, WHOLE))
     axes = infer(captured.graph, captured.tensors)
     choice = choose(axes, plan)
     sequence = shard_sequence(axes, choice.layout, plan)
@@ -56,6 +62,10 @@ def compile(
     params = _specify(captured, axes, choice.layout, stages, parallel.partial)
     fields = {name: inputs[name].to("meta") for name in captured.fields}
     return Program(plan, fields, stages, params, units, limits, captured, axes, choice, source)
+
+
+def _repeated(inputs: dict[str, torch.Tensor], times: int) -> dict[str, torch.Tensor]:
+    return {name: torch.cat([rows] * times) for name, rows in inputs.items()}
 
 
 def _on_meta(captured: Captured, axes: Axes, layout: Layout) -> dict[str, torch.Tensor]:

@@ -51,6 +51,9 @@ def run(
         if config.task == "explain":
             return show_plan(config, program, run_dir)
         print(f"{config.task}: {_sizes(config)}; run directory {run_dir}", flush=True)
+        if program.units.unclear and config.num_microbatches * config.plan.dp > 1 and not config.train.check:
+            unknown = f"whether the loss of a micro-batch sees only its own rows is not known: {program.units.unclear}"
+            print(f"warning: {unknown}; train.check=true compares a step", file=sys.stderr, flush=True)
         write_json(run_dir / "result.json", outcome | {"error": "it ended before it was done"})
         if world is None:
             return run_workers(config, run_dir)

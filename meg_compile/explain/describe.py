@@ -96,9 +96,14 @@ def _plan(program: Program) -> str:
 
 
 def _loss(program: Program) -> str:
-    if program.units.tokens:
+    units = program.units
+    if units.coupled:
+        return f"couples the rows of a batch, so one micro-batch on one replica only ({units.coupled})"
+    if units.unclear:
+        return f"taken as a mean over rows, which is not known for sure ({units.unclear})"
+    if units.tokens:
         return "mean over all counted labels of the global batch"
-    return "not a plain cross entropy: every micro-batch weighs the same"
+    return "sum over all rows of the global batch" if units.summed else "mean over all rows of the global batch"
 
 
 def _axis_rows(program: Program) -> list[dict[str, Any]]:
