@@ -75,7 +75,8 @@ def compose_and_run(argv: list[str], directory: Path, world: World | None) -> in
     except Exception as error:
         if error in ours:
             raise
-        print(Refused(compose.composition_fault(error)), file=sys.stderr)
+        faults = compose.unnamed_presets(argv, CONF) or [compose.composition_fault(error)]
+        print(Refused(faults), file=sys.stderr)
         return driver.EXIT_CODES["refused"]
     finally:
         sys.argv = before

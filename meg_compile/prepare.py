@@ -20,7 +20,7 @@ from meg_compile.train.rows import example
 # A model of up to this many parameters is compared with the plain one before training, unless told otherwise.
 MAX_CHECKED_PARAMETERS = 10_000_000
 # What the compiler looks at: with a fault among these its own refusals would only repeat it.
-COMPILED = ("task", "precision", "model", "loss", "plan", "data", "train.micro_batch_size")
+COMPILED = ("task", "precision", "model", "loss", "plan", "data", "train.micro_batch_size", "train.seed")
 
 
 def prepare(
@@ -43,6 +43,7 @@ def prepare(
         dataset = None if config.task == "explain" else build_dataset(config)
         program = compile_program(config, dataset)
         faults += coupling_faults(config, program) + _vocabulary_faults(config, program, dataset)
+        faults += _block_faults(config, program)
     except Refused as error:
         if faults:
             raise Refused([*faults, *error.faults]) from error
@@ -112,6 +113,15 @@ def _vocabulary_faults(config: Config, program: Program, dataset: Any) -> list[F
     return faults
 
 
+def _block_faults(config: Config, program: Program) -> list[Fault]:
+    """A block to explain that the model does not have."""
+    block, blocks = config.explain.block, sum(len(stage.layers) for stage in program.stages)
+    if config.task != "explain" or block < max(blocks, 1):
+        return []
+    fix = f"use 0 to {blocks - 1}" if blocks > 1 else "use explain.block=0"
+    return [Fault("explain.block", block, f"the model has {blocks} blocks", fix)]
+
+
 def build_model(config: Config) -> nn.Module:
     """The plain model, as its class makes it. Raises what the class raises; Refused for what is no module."""
     model = config.model.build()
@@ -135,13 +145,7 @@ def _inputs(config: Config, dataset: Any) -> dict[str, Tensor]:
         tokens = torch.empty(rows, config.data.args["seq_len"], dtype=torch.int64)
         return {"input_ids": tokens, "labels": tokens}
     dataset = _built("data", config) if dataset is None else dataset
-    try:
-        return example(dataset, rows, config.data.fields, DTYPES[config.precision])
-    except Refused:
-        raise
-    except Exception as error:
-        problem = f"reading its first row raised {type(error).__name__}: {error}"
-        raise Refused(Fault("data._target_", config.data.target, problem, "make dataset[0] work")) from error
+    return example(dataset, rows, config.data.fields, DTYPES[config.precision])
 
 
 def _built(section: str, config: Config) -> Any:
