@@ -290,8 +290,9 @@ def assert_one_message(code: int, out: str, err: str, faults: int = 1) -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.args)
-def test_refused(case, command):
+def test_refused(case, command, tmp_path):
     code, out, err = command(*case.args.split())
+    assert not (tmp_path / "runs").exists()
     assert_one_message(code, out, err, case.faults)
     for word in case.words:
         assert word in err, err

@@ -72,6 +72,10 @@ def rewrite(argv: Sequence[str], conf: Path) -> list[str]:
     return [one(arg) for arg in argv]
 
 
+def asks_for_help(argv: Sequence[str]) -> bool:
+    return bool(get_args_parser().parse_known_args(list(argv))[0].help)
+
+
 def swept_keys(argv: Sequence[str]) -> set[str]:
     """The keys that are given several values, as `plan.tp=1,2`."""
     overrides = get_args_parser().parse_known_args(list(argv))[0].overrides
