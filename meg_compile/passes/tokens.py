@@ -81,9 +81,7 @@ def sum_over_tokens(captured: Captured, verdict: Verdict) -> Units:
     if verdict.coupled:
         return Units(coupled=verdict.coupled)
     if verdict.unclear:
-        means = [n for n in captured.graph.nodes if base_name(n.target) in _LOSSES and n.args[3:4] in ((), (1,))]
-        counters = [_counter(captured, n) for n in means]
-        return Units([c for c in counters if c is not None], unclear=verdict.unclear)
+        return _as_if_apart(captured, verdict)
     kinds = {part.kind for part in parts}
     if kinds == {"sum"} and not verdict.const:
         return Units(summed=True)
@@ -101,6 +99,17 @@ def sum_over_tokens(captured: Captured, verdict: Verdict) -> Units:
     if tokens:
         _sum_instead(captured.graph, parts[0])
     return Units(counters, tokens)
+
+
+def _as_if_apart(captured: Captured, verdict: Verdict) -> Units:
+    """Units of a loss that may couple rows, if it does not."""
+    output = next(n for n in reversed(captured.graph.nodes) if n.op == "output")
+    means = [n for n in captured.graph.nodes if base_name(n.target) in _LOSSES and n.args[3:4] in ((), (1,))]
+    counters = [c for n in means if (c := _counter(captured, n)) is not None]
+    tokens = len(counters) == 1 and means == [output.args[0]] and means[0].args[2:3] in ((), (None,))
+    if tokens:
+        _sum_instead(captured.graph, Part(means[0], "counted"))
+    return Units(counters, tokens, unclear=verdict.unclear)
 
 
 def _sum_instead(graph: fx.Graph, mean: Part) -> None:
