@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from pathlib import Path
+
+if __name__ == "__main__" and sys.stderr.isatty():  # what is imported next takes seconds
+    print("meg_compile: starting", file=sys.stderr, flush=True)
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -13,6 +17,7 @@ from omegaconf import DictConfig
 
 from meg_compile import driver
 from meg_compile.config import compose
+from meg_compile.config.help import describe_settings
 from meg_compile.errors import Fault, Refused
 from meg_compile.report import sweep
 from meg_compile.runtime.world import World, join, started_by_torchrun, under_torchrun
@@ -63,9 +68,14 @@ def compose_and_run(argv: list[str], directory: Path, world: World | None) -> in
                 problem = "every job of a sweep starts its own processes"
                 faults.append(Fault("--multirun", None, problem, "run the sweep without torchrun"))
         run_dir = Path(context.runtime.output_dir)
-        result = driver.run(plain, faults, run_dir, directory, world)
         plan = plain.get("plan")
-        jobs.append(sweep.Job(settings, varied, run_dir, plan if isinstance(plan, dict) else {}, result))
+        result = {"status": "stopped"}
+        try:
+            result = driver.run(plain, faults, run_dir, directory, world)
+        finally:
+            jobs.append(sweep.Job(settings, varied, run_dir, plan if isinstance(plan, dict) else {}, result))
+        if result["status"] == "refused" and context.mode != RunMode.MULTIRUN:
+            _remove(run_dir)
 
     compose.register_resolvers()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # so that Hydra raises what it refuses
@@ -75,9 +85,12 @@ def compose_and_run(argv: list[str], directory: Path, world: World | None) -> in
     except Exception as error:
         if error in ours:
             raise
-        print(Refused(compose.composition_fault(error)), file=sys.stderr)
+        faults = compose.unnamed_presets(argv, CONF) or [compose.composition_fault(error)]
+        print(Refused(faults), file=sys.stderr)
         return driver.EXIT_CODES["refused"]
     finally:
+        if compose.asks_for_help(argv):
+            print(describe_settings())
         sys.argv = before
         if world is not None and not jobs:
             world.publish(None)  # nothing to do, so that the other ranks do not wait for it
@@ -85,6 +98,15 @@ def compose_and_run(argv: list[str], directory: Path, world: World | None) -> in
             sweep.report(jobs, sweep_dir)
     codes = {driver.EXIT_CODES[one.result["status"]] for one in jobs}
     return 1 if 1 in codes else max(codes, default=0)
+
+
+def _remove(run_dir: Path) -> None:
+    """The directory of a run that was refused, unless there is something else in it."""
+    (run_dir / "result.json").unlink(missing_ok=True)
+    shutil.rmtree(run_dir / ".hydra", ignore_errors=True)
+    for path in (run_dir, run_dir.parent):
+        if path.is_dir() and not any(path.iterdir()):
+            path.rmdir()
 
 
 if __name__ == "__main__":

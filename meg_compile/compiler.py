@@ -10,6 +10,7 @@ from torch import nn
 
 from meg_compile.axes.infer import Axes, infer
 from meg_compile.axes.layout import Layout, Shard, shard
+from meg_compile.errors import Fault, Refused
 from meg_compile.graph.capture import Captured, Loss, capture
 from meg_compile.models.loss import cross_entropy
 from meg_compile.ops.group import Group
@@ -19,9 +20,10 @@ from meg_compile.passes.context import context_parallel, take_parts
 from meg_compile.passes.dropout import draw_by_counters, find_draws
 from meg_compile.passes.in_place import in_place
 from meg_compile.passes.partition import Stage, partition
+from meg_compile.passes.rows import judge
 from meg_compile.passes.sequence import shard_sequence
 from meg_compile.passes.tensor import tensor_parallel
-from meg_compile.passes.tokens import find_limits, sum_over_tokens
+from meg_compile.passes.tokens import WHOLE, find_limits, sum_over_tokens
 from meg_compile.plan import Plan
 from meg_compile.program import ParamSpec, Program
 from meg_compile.runtime.init import from_module, record
@@ -52,7 +54,11 @@ def compile(
         module = module.to(dtype)
 
     captured = capture(module, inputs, loss, source.value, training)
-    units, limits = sum_over_tokens(captured.graph), find_limits(captured.graph)
+    verdict = judge(captured, lambda times: capture(module, _repeated(inputs, times), loss, source.value, training))
+    units, limits = sum_over_tokens(captured, verdict), find_limits(captured.graph)
+    if units.coupled and plan.dp > 1:
+        problem = f"the loss couples the rows of a batch ({units.coupled}), and a replica sees only its own"
+        raise Refused(Fault("plan.dp", plan.dp, problem, WHOLE))
     if dropout == "exact":
         inputs = inputs | draw_by_counters(captured, rows=next(iter(inputs.values())).shape[0])
     axes, fields = infer(captured.graph, captured.tensors), {name: inputs[name].to("meta") for name in captured.fields}
@@ -72,6 +78,10 @@ def compile(
 
     params = _specify(captured, axes, choice.layout, stages, parallel.partial)
     return Program(plan, fields, parts, stages, params, units, limits, draws, captured, axes, choice, source)
+
+
+def _repeated(inputs: dict[str, torch.Tensor], times: int) -> dict[str, torch.Tensor]:
+    return {name: torch.cat([rows] * times) for name, rows in inputs.items()}
 
 
 def _on_meta(captured: Captured, axes: Axes, layout: Layout) -> dict[str, torch.Tensor]:

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from meg_compile.config import Config, from_dict, load, save
-from meg_compile.errors import Fault, MegError, Refused
+from meg_compile.errors import Exited, Fault, MegError, Refused
 from meg_compile.prepare import build_dataset, build_model, compile_program, loss_of, prepare
 from meg_compile.program import Program
 from meg_compile.runtime.executor import Executor
@@ -52,6 +52,9 @@ def run(
         if config.task == "explain":
             return show_plan(config, program, run_dir)
         print(f"{config.task}: {_sizes(config)}; run directory {run_dir}", flush=True)
+        if program.units.unclear and config.num_microbatches * config.plan.dp > 1 and not config.train.check:
+            unknown = f"whether the loss of a micro-batch sees only its own rows is not known: {program.units.unclear}"
+            print(f"warning: {unknown}; train.check=true compares a step", file=sys.stderr, flush=True)
         write_json(run_dir / "result.json", outcome | {"error": "it ended before it was done"})
         if world is None:
             return run_workers(config, run_dir)
@@ -65,11 +68,12 @@ def run(
         write_json(run_dir / "result.json", outcome | {"status": "stopped"})
         print("stopped; no process is left", file=sys.stderr, flush=True)
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
+        error = Exited(error) if isinstance(error, SystemExit) else error
         outcome["error"] = str(error) if isinstance(error, MegError) else traceback.format_exc()
         if world is not None:  # torchrun shows what it was
             write_json(run_dir / "result.json", outcome)
-            raise
+            raise error
     print(outcome["error"], file=sys.stderr, flush=True)
     write_json(run_dir / "result.json", outcome)
     return outcome
@@ -79,6 +83,9 @@ def show_plan(config: Config, program: Program, run_dir: Path) -> dict[str, Any]
     """Prints the plan, and keeps it in `explain.txt`. Starts no process."""
     text = program.explain(config.num_microbatches, config.explain.block)
     print(text, flush=True)
+    path = config.data.args.get("path")
+    if isinstance(path, str) and not Path(path).exists():
+        print(f"note: data.path={path} is not there; task=explain reads no data", file=sys.stderr)
     (run_dir / "explain.txt").write_text(text + "\n")
     result = {"task": "explain", "status": "ok", "plan": config.to_dict()["plan"], "num_ranks": config.num_ranks}
     write_json(run_dir / "result.json", result)
@@ -90,7 +97,10 @@ def run_workers(config: Config, run_dir: Path) -> dict[str, Any]:
     nproc = config.num_ranks
     device = device_type(config.launch.device, nproc)
     launch("meg_compile.driver:worker", nproc, run_dir, device, config.launch.threads)
-    return json.loads((run_dir / "result.json").read_text())
+    result = json.loads((run_dir / "result.json").read_text())
+    if "error" in result:  # every process ended with 0, as by os._exit(0)
+        raise MegError(f"the processes ended before the run was done; see {run_dir / 'logs'}")
+    return result
 
 
 def worker(run_dir: Path) -> None:

@@ -3,7 +3,8 @@
     MegError
     ├── Refused          the user's configuration, model or data cannot work: exit code 2
     │   └── CaptureError     the model cannot be captured as a graph
-    └── RankFailed       a worker process failed while it ran: exit code 1
+    ├── RankFailed       a worker process failed while it ran: exit code 1
+    └── Exited           the user's code ended the process: exit code 1
 
 A refusal carries every fault that was found, not only the first, and each fault names the key, its value,
 what is wrong and what would work. Bugs of this package are plain `AssertionError`s, never a `MegError`.
@@ -12,6 +13,7 @@ what is wrong and what would work. Bugs of this package are plain `AssertionErro
 from __future__ import annotations
 
 import difflib
+import traceback
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -73,6 +75,15 @@ class RankFailed(MegError):
 
     def __str__(self) -> str:
         return f"rank {self.rank} failed:\n{self.text}"
+
+
+class Exited(MegError):
+    """Code of the model, its loss or its data ended the process, as by sys.exit()."""
+
+    def __init__(self, stop: SystemExit):
+        frame = [f for f in traceback.extract_tb(stop.__traceback__) if not f.filename.startswith("<")][-1]
+        code = "" if stop.code is None else repr(stop.code)
+        super().__init__(f"{frame.filename}:{frame.lineno} called exit({code}); raise an error there instead")
 
 
 def nearest(word: str, options: Iterable[str]) -> str | None:

@@ -21,7 +21,7 @@ from meg_compile.train.rows import example
 # A model of up to this many parameters is compared with the plain one before training, unless told otherwise.
 MAX_CHECKED_PARAMETERS = 10_000_000
 # What the compiler looks at: with a fault among these its own refusals would only repeat it.
-COMPILED = ("task", "precision", "dropout", "model", "loss", "plan", "data", "train.micro_batch_size")
+COMPILED = ("task", "precision", "dropout", "model", "loss", "plan", "data", "train.micro_batch_size", "train.seed")
 
 
 def prepare(
@@ -43,7 +43,8 @@ def prepare(
     try:
         dataset = None if config.task == "explain" else build_dataset(config)
         program = compile_program(config, dataset)
-        faults += _vocabulary_faults(config, program, dataset)
+        faults += coupling_faults(config, program) + _vocabulary_faults(config, program, dataset)
+        faults += _block_faults(config, program)
     except Refused as error:
         if faults:
             raise Refused([*faults, *error.faults]) from error
@@ -89,22 +90,38 @@ def compile_program(config: Config, dataset: Any) -> Program:
         raise
 
 
+def coupling_faults(config: Config, program: Program) -> list[Fault]:
+    """A loss whose rows see each other, in more than one micro-batch."""
+    coupled, size = program.units.coupled, config.train.micro_batch_size
+    if not coupled or config.num_microbatches == 1:
+        return []
+    problem = f"the loss couples the rows of a batch ({coupled}), and a micro-batch sees only its own"
+    fix = f"use plan.dp=1 and train.micro_batch_size={config.train.global_batch_size}, the whole global batch"
+    return [Fault("train.micro_batch_size", size, problem, fix)]
+
+
 def _vocabulary_faults(config: Config, program: Program, dataset: Any) -> list[Fault]:
-    """Token ids that an embedding has no row for, as far as the dataset says (`vocab_size`) or its first row shows."""
+    """Indices that the model has no row for, as far as the dataset says (`vocab_size`) or its first row shows."""
     if dataset is None:
         return []
     inputs, faults = _inputs(config, dataset), []
-    for node in program.captured.graph.find_nodes(op="call_function", target=torch.ops.aten.embedding.default):
-        table, index = node.args[:2]
-        if table.op != "get_attr" or index.op != "placeholder" or index.target not in inputs:
-            continue
-        rows = program.params[table.target].shape[0]
-        largest = max(getattr(dataset, "vocab_size", 0) - 1, int(inputs[index.target].max()))
-        if largest >= rows:
-            problem = f"its {index.target} go up to {largest}, and {table.target} of the model has {rows} rows"
+    for limit in (limit for limit in program.limits if limit.table is not None):
+        said = getattr(dataset, "vocab_size", 0) if limit.field == "input_ids" else 0
+        largest = max(said - 1, int(inputs[limit.field].max()))
+        if largest >= limit.size:
+            problem = f"its {limit.field} go up to {largest}, and {limit.table} of the model has {limit.size} rows"
             fix = f"give the model {largest + 1} rows, or use other data"
             faults.append(Fault("data._target_", config.data.target, problem, fix))
     return faults
+
+
+def _block_faults(config: Config, program: Program) -> list[Fault]:
+    """A block to explain that the model does not have."""
+    block, blocks = config.explain.block, sum(len(stage.layers) for stage in program.stages)
+    if config.task != "explain" or block < max(blocks, 1):
+        return []
+    fix = f"use 0 to {blocks - 1}" if blocks > 1 else "use explain.block=0"
+    return [Fault("explain.block", block, f"the model has {blocks} blocks", fix)]
 
 
 def build_model(config: Config) -> nn.Module:
@@ -130,13 +147,7 @@ def _inputs(config: Config, dataset: Any) -> dict[str, Tensor]:
         lengths = locate(config.data.target).lengths(config.data.args["seq_len"])
         return {name: torch.empty(rows, length, dtype=torch.int64) for name, length in lengths.items()}
     dataset = _built("data", config) if dataset is None else dataset
-    try:
-        return example(dataset, rows, config.data.fields, DTYPES[config.precision])
-    except Refused:
-        raise
-    except Exception as error:
-        problem = f"reading its first row raised {type(error).__name__}: {error}"
-        raise Refused(Fault("data._target_", config.data.target, problem, "make dataset[0] work")) from error
+    return example(dataset, rows, config.data.fields, DTYPES[config.precision])
 
 
 def _built(section: str, config: Config) -> Any:

@@ -120,7 +120,7 @@ def train(case: Case, program: Program) -> tuple[Run, list[tuple[Coords, dict[st
         for of_step, count in zip(replicas, counts, strict=True):
             for parameter in executor.parameters.values():
                 parameter.grad = None
-            loss = executor.run(of_step[groups.coords.dp], 1 / count)
+            loss = executor.run(of_step[groups.coords.dp], program.units.scale(count))
             executor.reduce_gradients()
             mine = torch.tensor(
                 [loss if groups.coords.tp == 0 else 0.0, executor.norm_squared().item()], dtype=torch.float64
@@ -148,6 +148,7 @@ def check(case: Case, plan: Plan, micro_batch_size: int, sharded: tuple[str, ...
     program = compile_case(case, plan, micro_batch_size)
     wanted = case.sharded if sharded is None else sharded
     assert_sharded(program, wanted if plan.tp > 1 else ())
+    assert not program.units.coupled or plan.dp * micro_batch_size == len(next(iter(case.batch(0).values())))
     run, held = train(case, program)
     assert_same(run, plain(case))
     assert_copies_agree(program, held)

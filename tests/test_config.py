@@ -13,6 +13,8 @@ from meg_compile import config as configuration
 from meg_compile import driver
 from meg_compile.config import Config, Here, resolve
 from meg_compile.config.compose import _new_run, rewrite
+from meg_compile.config.help import describe_settings
+from meg_compile.config.read import schema_keys
 from meg_compile.config.schema import PlanConfig
 from meg_compile.plan import Plan
 
@@ -232,3 +234,10 @@ def test_every_setting_is_documented():
 
 def test_plan_and_its_section_have_the_same_fields():
     assert set(vars(Plan())) == set(PlanConfig.__dataclass_fields__)
+
+
+def test_help_says_what_every_key_means():
+    text = describe_settings()
+    lines = {line.split()[0]: line.split(maxsplit=1)[1] for line in text.splitlines() if line.startswith("  ")}
+    assert list(lines) == schema_keys()
+    assert lines["plan.cp"] == "Ranks that share one sequence (context parallel); 1 for none."

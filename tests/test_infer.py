@@ -50,7 +50,7 @@ def test_the_axes_of_gpt2_have_the_names_that_people_use():
     assert named["wte.weight"] == ["vocab:32", "embed:16!"]
     assert named["wpe.weight"][0] == "positions:12"
     assert named["h.0.mlp.c_fc.weight"] == ["ffn:64", "embed:16!"]
-    assert named["h.0.attn.c_proj.weight"] == ["embed:16!", "heads:4 x head_dim:4"]
+    assert named["h.0.attn.c_proj.weight"] == ["embed:16!", "heads:4 x v_head_dim:4"]
     assert named["h.0.attn.c_attn.weight"][0].startswith("(heads:4 x head_dim:4")
 
 

@@ -56,6 +56,35 @@ class Few(torch.utils.data.Dataset):
     def __getitem__(self, i):
         return {"input_ids": torch.zeros(8, dtype=torch.int64), "labels": torch.zeros(8, dtype=torch.int64)}
 
+class NoLength(Few):
+    def __len__(self):
+        raise ValueError("no index file")
+
+class FloatLabels(Few):
+    def __len__(self):
+        return 16
+    def __getitem__(self, i):
+        return {"input_ids": torch.zeros(8, dtype=torch.int64), "labels": torch.zeros(8)}
+
+class Quits(nn.Module):
+    def __init__(self, where):
+        super().__init__()
+        self.map, self.where = nn.Linear(4, 4), where
+        if where == "init":
+            raise SystemExit(0)
+
+    def forward(self, input_ids):
+        exit(0) if self.where == "forward" else None
+
+class QuitsReading(Few):
+    def __getitem__(self, i):
+        raise SystemExit
+
+class Contrastive(Net):
+    def forward(self, ids, labels):
+        z = super().forward(ids).mean(1)
+        return F.cross_entropy(z @ z.T, torch.arange(len(z)))
+
 class Broken(Few):
     def __getitem__(self, i):
         raise KeyError("no such row")
@@ -187,7 +216,25 @@ CASES = [
     case("model._target_=user_code.NoModule", "model._target_=user_code.NoModule", "not a torch.nn.Module"),
     case("data._target_=user_code.Empty", "train.global_batch_size=16", "0 rows"),
     case("data._target_=user_code.Few", "train.global_batch_size=16", "5 rows"),
-    case("data._target_=user_code.Broken train.global_batch_size=4", "data._target_=user_code.Broken", "no such row"),
+    case(
+        "data._target_=user_code.Broken train.global_batch_size=4",
+        "data._target_=Broken",
+        "row 0",
+        "no such row",
+        "dataset[0]",
+    ),
+    case("data._target_=user_code.NoLength", "data._target_=NoLength", "its __len__ raised ValueError: no index file"),
+    case("data._target_=user_code.FloatLabels", "labels=float32[2, 8]", "integers"),
+    case(
+        "model._target_=user_code.Contrastive +model.width=8 plan=single",
+        *("train.micro_batch_size=2", "matmul at user_code.py", "plan.dp=1 and train.micro_batch_size=16"),
+    ),
+    case("model=null", "model=null", "is no name of a preset", "nano"),
+    case("task=explain explain.block=4", "explain.block=4", "4 blocks", "use 0 to 3"),
+    *(
+        case(f"{key}={2**70}", f"{key}={2**70}", "or less")
+        for key in ("train.seed", "train.steps", "launch.threads", "verify.steps", "explain.block", "data.seq_len")
+    ),
     case("data.fields=[input_id,labels]", "data.fields", "input_id", "input_ids?"),
     case("model._target_=user_code.Tiny", "data._target_", "go up to 255", "emb.weight of the model has 64 rows"),
     case("model.hidden=130", "model._target_", "hidden=130 does not divide into heads=4"),
@@ -256,11 +303,26 @@ def assert_one_message(code: int, out: str, err: str, faults: int = 1) -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.args)
-def test_refused(case, command):
+def test_refused(case, command, tmp_path):
     code, out, err = command(*case.args.split())
+    assert not (tmp_path / "runs").exists()
     assert_one_message(code, out, err, case.faults)
     for word in case.words:
         assert word in err, err
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        "model._target_=user_code.Quits +model.where=init",
+        "model._target_=user_code.Quits +model.where=forward",
+        "data._target_=user_code.QuitsReading train.global_batch_size=4",
+    ],
+)
+def test_code_that_ends_the_process_is_a_failure(args, command):
+    code, _, err = command(*args.split(), "plan=single")
+    assert code == 1
+    assert "user_code.py:" in err and "called exit(" in err and "Traceback" not in err
 
 
 YAML_CASES = [

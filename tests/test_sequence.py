@@ -22,7 +22,9 @@ LN_F_WEIGHT_GRADIENT = 2.6376994236802296  # one rank's part alone is 1.3576, th
 def test_every_model_trains_as_the_plain_one(name):
     plan = Plan(tp=2, sp=True)
     if name in NO_TOKENS:
-        with pytest.raises(Refused, match=r"plan.sp=True: no sequence was found; use plan.sp=false"):
+        with pytest.raises(
+            Refused, match=r"plan.sp=True: no sequence was found: no operator looks up tokens .*use plan.sp=false"
+        ):
             check(ZOO[name], plan, 2)
     else:
         check(ZOO[name], plan, 2)
@@ -78,6 +80,27 @@ def test_a_length_that_tp_does_not_divide_is_refused(length, said):
     ids = torch.zeros(2, length, dtype=torch.long)
     with pytest.raises(Refused, match=f"plan.sp=True: {said}"):
         compile(models.TinyGPT, {"input_ids": ids, "labels": ids}, Plan(tp=2, sp=True))
+
+
+class Shifted(models.TinyGPT):
+    """Mixes each token with the one before it."""
+
+    def forward(self, ids):
+        return super().forward(torch.cat([ids[:, :1], ids[:, :-1]], 1))
+
+
+class Restacked(models.TinyGPT):
+    """Even positions first, then the odd ones."""
+
+    def forward(self, ids):
+        return super().forward(ids.view(len(ids), -1, 2).transpose(1, 2).reshape(len(ids), -1))
+
+
+@pytest.mark.parametrize(("model", "said"), [(Shifted, "slice|cat"), (Restacked, "view|reshape")])
+def test_what_breaks_a_sequence_is_named(model, said):
+    ids = torch.zeros(2, 12, dtype=torch.long)
+    with pytest.raises(Refused, match=rf"no sequence was found: ({said}) at test_sequence.py:\d+"):
+        compile(model, {"input_ids": ids, "labels": ids}, Plan(tp=2, sp=True))
 
 
 def test_the_bytes_are_those_of_the_all_reduces_they_replace():

@@ -67,6 +67,17 @@ def test_a_job_that_goes_wrong_does_not_stop_the_others(plans, statuses, exit_co
     assert code == exit_code
 
 
+def test_a_job_that_is_stopped_is_in_the_table(sweep):
+    def stop(plain, faults):
+        if plain["plan"]["tp"] == 2:
+            raise KeyboardInterrupt
+        return OK
+
+    code, _, rows = sweep(stop, "plan.tp=1,2,4")
+    assert code == 130
+    assert [row["status"] for row in rows] == ["ok", "stopped"]
+
+
 def test_one_job_is_a_sweep_too(sweep):
     code, _, rows = sweep(by_tp, "plan=tp2")
     assert code == 0 and len(rows) == 1

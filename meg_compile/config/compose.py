@@ -39,6 +39,18 @@ def _new_run() -> str:
     return f"{datetime.now():%Y-%m-%d_%H-%M-%S}_{secrets.token_hex(3)}"
 
 
+def unnamed_presets(argv: Sequence[str], conf: Path) -> list[Fault]:
+    """Choices of presets that are no names, as model=null, which Hydra refuses without saying where."""
+    groups = {path.name: path for path in conf.iterdir() if path.is_dir()}
+    faults = []
+    for arg in argv:
+        key, _, value = arg.lstrip("+").partition("=")
+        if key in groups and value.lower() in ("null", "true", "false", ""):
+            names = sorted(path.stem for path in groups[key].glob("*.yaml"))
+            faults.append(Fault(key, value, "is no name of a preset", f"there are {', '.join(names)}"))
+    return faults
+
+
 def rewrite(argv: Sequence[str], conf: Path) -> list[str]:
     """The arguments with every `key=value` as `++key=value`, but choices of config groups and Hydra's own keys.
 
@@ -58,6 +70,10 @@ def rewrite(argv: Sequence[str], conf: Path) -> list[str]:
         return f"++{arg.lstrip('+')}"
 
     return [one(arg) for arg in argv]
+
+
+def asks_for_help(argv: Sequence[str]) -> bool:
+    return bool(get_args_parser().parse_known_args(list(argv))[0].help)
 
 
 def swept_keys(argv: Sequence[str]) -> set[str]:

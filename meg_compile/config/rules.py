@@ -29,7 +29,7 @@ class Here:
     num_gpus: int = 0
 
 
-# key -> (smallest value, whether that value itself is allowed, what it would mean to go below)
+# key -> (smallest value, whether that value itself is allowed, what it is); whole numbers have a largest one too
 BOUNDS: dict[str, tuple[float, bool, str]] = {
     "train.steps": (0, True, "a count"),
     "train.micro_batch_size": (1, True, "a count of rows"),
@@ -49,6 +49,9 @@ BOUNDS: dict[str, tuple[float, bool, str]] = {
     "explain.block": (0, True, "a position"),
     "data.seq_len": (1, True, "a count of tokens"),
 }
+LARGEST = 2**31 - 1
+MOST = {"train.seed": 2**63 - 1, "launch.threads": 1024, "launch.nproc": 4096}
+MOST |= dict.fromkeys(("train.micro_batch_size", "train.global_batch_size", "data.seq_len"), 2**24)
 EXAMPLES = {"optim.lr": "0.001", "optim.eps": "1e-08", "verify.tolerance": "1e-09"}
 
 
@@ -70,7 +73,12 @@ def _bounds(v: Mapping[str, Any]) -> list[Fault]:
         value = v.get(key)
         if not isinstance(value, (int, float)) or isinstance(value, bool):
             continue
-        if math.isfinite(value) and (value >= least if inclusive else value > least):
+        most = MOST.get(key, LARGEST)
+        if isinstance(value, int) and value > most:
+            faults.append(Fault(key, value, f"is {meaning}, and none is so large", f"use {most} or less"))
+            continue
+        enough = value >= least if inclusive else value > least
+        if enough and (isinstance(value, int) or math.isfinite(value)):
             continue
         fix = f"use {key}={EXAMPLES.get(key, least)}" + (" or more" if inclusive else ", say")
         faults.append(Fault(key, value, f"is {meaning}, so it cannot be {value}", fix))

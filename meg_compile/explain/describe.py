@@ -20,6 +20,8 @@ from meg_compile.passes.partition import Stage
 if TYPE_CHECKING:
     from meg_compile.program import Program
 
+UNEVEN = 1.1  # a stage this many times as dear as the mean of all is pointed out
+
 
 def explain(program: Program, num_micro_batches: int = 1, block: int = 0) -> str:
     """Everything that was decided, as text.
@@ -31,9 +33,7 @@ def explain(program: Program, num_micro_batches: int = 1, block: int = 0) -> str
         "Axes": _axes(program),
         "Pairs": _pairs(program),
         "Linears and embeddings": _linears(program),
-        f"Graph of layer {block} of {sum(len(s.layers) for s in program.stages)}, on one tp rank": _graph(
-            program, block
-        ),
+        _graph_title(program, block): _graph(program, block),
         "Stages": _stages(program),
         f"Schedule {program.plan.schedule} of {_several(num_micro_batches, 'micro-batch')}": (
             timeline(program, num_micro_batches) if program.plan.pp > 1 else ""
@@ -101,9 +101,14 @@ def _plan(program: Program) -> str:
 
 
 def _loss(program: Program) -> str:
-    if program.units.tokens:
+    units = program.units
+    if units.coupled:
+        return f"couples the rows of a batch, so one micro-batch on one replica only ({units.coupled})"
+    if units.unclear:
+        return f"taken as a mean over rows, which is not known for sure ({units.unclear})"
+    if units.tokens:
         return "mean over all counted labels of the global batch"
-    return "not a plain cross entropy: every micro-batch weighs the same"
+    return "sum over all rows of the global batch" if units.summed else "mean over all rows of the global batch"
 
 
 def _axis_rows(program: Program) -> list[dict[str, Any]]:
@@ -178,11 +183,24 @@ def _linears(program: Program) -> str:
     )
 
 
+def _block(program: Program, block: int) -> tuple[str, Stage]:
+    """The name of a numbered block, or "" where the model has none, and the stage that runs it."""
+    names = [(name, stage) for stage in program.stages for name in stage.layers]
+    name, stage = names[min(block, len(names) - 1)]
+    return (name if re.search(r"(^|\.)\d+(\.|$)", name) else ""), stage
+
+
+def _graph_title(program: Program, block: int) -> str:
+    name, stage = _block(program, block)
+    if not name:
+        return f"Graph of stage {stage.index} of a model without numbered blocks, on one tp rank"
+    return f"Graph of layer {block} of {sum(len(s.layers) for s in program.stages)}, on one tp rank"
+
+
 def _graph(program: Program, block: int) -> str:
-    names = [name for stage in program.stages for name in stage.layers]
-    name = names[min(block, len(names) - 1)]
-    stage = next(s for s in program.stages if name in s.layers)
-    nodes = [n for n in stage.graph.nodes if n.op == "call_function" and _inside(locate(n), name)]
+    """Of one numbered block; of a model without them, of the whole stage."""
+    name, stage = _block(program, block)
+    nodes = [n for n in stage.graph.nodes if n.op == "call_function" and (not name or _inside(locate(n), name))]
     f, g = ("gather_to_tp", "scatter_from_tp") if program.plan.sp else ("copy_to_tp", "reduce_from_tp")
     legend = f"f is {f}, g is {g}; axis/n is sharded n ways."
     return _indent(f"{legend}\n{to_text(nodes)}")
@@ -210,7 +228,12 @@ def _stages(program: Program) -> str:
             )
         )
     header = ("stage", "pp rank", "layers", "number", "params per rank", "bytes", "cost")
-    return table(header, rows, right=(0, 1, 3, 4, 5, 6))
+    text = table(header, rows, right=(0, 1, 3, 4, 5, 6))
+    dearest = max(program.stages, key=lambda stage: stage.cost)
+    over = _share(program, dearest) * len(program.stages)
+    if over <= UNEVEN:
+        return text
+    return f"{text}\n  stage {dearest.index} costs {over:.2f} times the mean of all stages, and the others wait for it"
 
 
 def _without_layers(program: Program, stage: Stage) -> str:

@@ -27,7 +27,7 @@ def to_text(nodes: Iterable[fx.Node]) -> str:
             lines.append((f"%{node.name} = input()", _describe(node), ""))
         elif node.op == "output":
             lines.append((f"return {_operand(node.args[0])}", "", ""))
-    width = min(max((len(code) for code, _, _ in lines), default=0), 100)
+    width = max((len(code) for code, text, _ in lines if text), default=0)
     middle = max((len(text) for _, text, _ in lines), default=0)
     return "\n".join(
         f"{code:<{width}}  # {text:<{middle}}  {where}".rstrip() if text else code for code, text, where in lines

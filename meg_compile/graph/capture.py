@@ -8,10 +8,12 @@ Out: `Captured`, a graph whose placeholders are the fields of a batch and whose 
 from __future__ import annotations
 
 import inspect
+import logging
 import operator
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,7 +90,7 @@ def capture(
     modes = {module: module.training for module in model.modules()}
     model.train(training)
     try:
-        with stand_ins(step, value_of) as stand_in, sentinel(model), warnings.catch_warnings():
+        with stand_ins(step, value_of) as stand_in, sentinel(model), warnings.catch_warnings(), _quiet():
             warnings.simplefilter("ignore")
             with stand_in.mode:
                 examples = tuple(torch.empty_like(inputs[name], device=device) for name in fields)
@@ -99,7 +101,7 @@ def capture(
     except CaptureError:
         raise
     except Exception as error:
-        raise CaptureError(_explain(error)) from error
+        raise CaptureError(_of_labels(error, inputs, binding) or _explain(error)) from error
     finally:
         for module, mode in modes.items():
             module.training = mode
@@ -230,6 +232,28 @@ def _explain(error: Exception) -> Fault:
     said = " ".join(line.strip() for line in text[:3])[:400]
     line = f" at `{frames[-1].line}`" if frames and frames[-1].line else ""
     return Fault(where, None, f"{type(error).__name__}: {said}{line}", "change the inputs or this line of the model")
+
+
+def _of_labels(error: Exception, inputs: dict[str, torch.Tensor], binding: dict[str, str]) -> Fault | None:
+    """Labels that are no class indices, in front of a loss of ours that wants them."""
+    labels = inputs.get("labels")
+    if labels is None or not labels.is_floating_point() or "labels" in binding or "int64" not in str(error):
+        return None
+    kind = f"{str(labels.dtype).removeprefix('torch.')}{list(labels.shape)}"
+    fix = "give integers from the dataset, or a loss of numbers, as loss._target_=torch.nn.functional.mse_loss"
+    return Fault("labels", kind, "the loss takes class indices, which are integers", fix)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """What torch logs about an operator that fails on fake tensors is said by the error too."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def _is_ours(filename: str) -> bool:

@@ -150,7 +150,9 @@ def _place(found: Candidates, near: dict[Atom, set[Atom]], banned: dict[Atom, st
         if atom in near[atom]:
             refused[atom] = "it stands twice in one tensor"
         elif met := near[atom] & chosen:
-            refused[atom] = f"{next(iter(met))!r} of the same tensor is sharded"
+            other = min(met, key=lambda a: (sorted(a.names), a.size))
+            called = "/".join(sorted(other.names)) or f"an axis of {other.size}"
+            refused[atom] = f"{called} of the same tensor is sharded instead"
         else:
             chosen.add(atom)
     return Choice(Layout(tp, frozenset(chosen)), refused)

@@ -16,7 +16,7 @@ from meg_compile.axes.infer import Axes
 from meg_compile.axes.layout import Layout
 from meg_compile.axes.op import Op, each
 from meg_compile.errors import Fault, Refused
-from meg_compile.graph.nodes import operand
+from meg_compile.graph.nodes import operand, source_line
 from meg_compile.plan import Plan
 
 
@@ -50,9 +50,7 @@ def shard_sequence(axes: Axes, layout: Layout, plan: Plan) -> Sequence:
     found = find_sequences(axes)
     uneven = sorted({a.size for a in found if a.size % plan.tp})
     if uneven or not found:
-        problem = (
-            f"plan.tp={plan.tp} does not divide the sequence of {uneven[0]}" if uneven else "no sequence was found"
-        )
+        problem = f"plan.tp={plan.tp} does not divide the sequence of {uneven[0]}" if uneven else _not_found(axes)
         fix = f"use a data.seq_len that {plan.tp} divides, or plan.sp=false" if uneven else "use plan.sp=false"
         raise Refused(Fault("plan.sp", plan.sp, problem, fix))
     sequence = Sequence(Layout(layout.tp, layout.sharded | found), found, frozenset())
@@ -63,6 +61,32 @@ def shard_sequence(axes: Axes, layout: Layout, plan: Plan) -> Sequence:
 def find_sequences(axes: Axes) -> frozenset[Atom]:
     """The axes of token positions."""
     return frozenset(a for op in axes.ops.values() if (a := _positions(op, axes)) is not None)
+
+
+def _not_found(axes: Axes) -> str:
+    """Why no sequence was found: nothing looks tokens up, or what cuts or joins their positions, and where."""
+    lookups = [op for op in axes.ops.values() if op.lookup is not None and not op.constant]
+    lookups = [op for op in lookups if not axes.ops[operand(op.node, 1)].constant]
+    if not lookups:
+        return "no sequence was found: no operator looks up tokens of the batch in an embedding"
+    positions = lookups[0].operands[1][-1]
+    if not leaves(positions):
+        return "no sequence was found: it has one position"
+    for node, op in axes.ops.items():
+        if node.op == "call_function" and _breaks(op, set(atoms(positions))):
+            return f"no sequence was found: {op.name} at {source_line(node) or node.name} cuts or joins its positions"
+    return "no sequence was found: its positions are cut or joined"
+
+
+def _breaks(op: Op, positions: set[Atom]) -> bool:
+    """Whether an operator takes a dim of positions and gives none that is the same."""
+    before = {leaves(dim) for dims in op.operands for dim in dims if positions & set(atoms(dim))}
+    after = {leaves(dim) for dims in each(op.out) for dim in dims}
+    return op.name in _PIECES and bool(before - after)
+
+
+_PIECES = set("cat stack slice narrow split split_with_sizes chunk tensor_split select unbind view reshape".split())
+_PIECES |= set("flatten index index_select roll constant_pad_nd pad".split())
 
 
 def _positions(op: Op, axes: Axes) -> Atom | None:

@@ -1,78 +1,140 @@
 """Make the loss of a micro-batch a sum over counted units, so that any cut of a global batch weighs alike.
 
 The mean over a global batch is the sum over all its counted tokens divided by their number, and that number is known
-from the labels before the step starts. A mean cross entropy at the end of the graph becomes a sum, and the labels'
-own small graph counts. A loss of another kind is taken as it is: every micro-batch weighs the same.
+from the labels before the step starts. A mean over counted labels becomes a sum, and the labels' own small graph
+counts. A mean over rows is the mean over micro-batches, and a sum over rows is their sum. A loss that is none of these,
+since its rows see each other, is right for one micro-batch on one replica alone.
 """
 
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import fx
 
 from meg_compile.errors import MegError
+from meg_compile.graph.capture import Captured
 from meg_compile.graph.nodes import base_name, operand
+from meg_compile.passes.rows import Part, Verdict, unclamped
 
 aten = torch.ops.aten
-_CROSS_ENTROPY = aten.cross_entropy_loss.default
+_LOSSES = ("cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d")
+WHOLE = "use plan.dp=1 and a train.micro_batch_size of the whole global batch"
 
 
 @dataclass
 class Units:
     """What the loss of a micro-batch is a sum over.
 
-    counters: per mean cross entropy, a module from the batch's fields to its number of counted targets.
+    counters: per mean over counted labels, a module from the batch's fields to their number.
     tokens:   the loss is the sum over the first counter's targets; else each micro-batch is one unit, and the
               counters must agree over the micro-batches for their mean to be the plain model's.
+    summed:   the loss is a sum over rows, and that of a global batch the sum over its micro-batches.
+    coupled:  why only one micro-batch on one replica gives the plain model's loss; "" where any number does.
+    unclear:  why that is not known; "" where it is.
     """
 
-    counters: list[fx.GraphModule]
-    tokens: bool
+    counters: list[fx.GraphModule] = field(default_factory=list)
+    tokens: bool = False
+    summed: bool = False
+    coupled: str = ""
+    unclear: str = ""
 
     def count(self, micro_batches: list[dict[str, torch.Tensor]]) -> int:
         """Units in some micro-batches. MegError where a mean of means would not be the mean."""
-        counts = [[int(c(**micro)) for c in self.counters] for micro in micro_batches]
+        if self.coupled and len(micro_batches) > 1:
+            raise MegError(f"the loss couples the rows of a batch ({self.coupled}): {WHOLE}")
+        counts = [[_whole(c(**micro)) for c in self.counters] for micro in micro_batches]
         if self.tokens:
             return sum(row[0] for row in counts)
         if any(row != counts[0] for row in counts):
             raise MegError(
-                "the loss holds a cross entropy inside a larger expression, and micro-batches count different numbers "
-                "of labels, so that their mean is not the global batch's mean: return the cross entropy itself, or "
-                "use plan.dp=1 and a train.micro_batch_size of the whole global batch"
+                "the loss holds a mean over counted labels inside a larger expression, and micro-batches count "
+                "different numbers of them, so that their mean is not the global batch's mean: return that mean "
+                f"itself, or {WHOLE}"
             )
         return len(micro_batches)
 
     def labels(self, micro_batch: dict[str, torch.Tensor]) -> int:
         """The counts of one micro-batch as one number, where those of all micro-batches must agree; else 0."""
-        return 0 if self.tokens else sum(int(c(**micro_batch)) * 1009**i for i, c in enumerate(self.counters))
+        return 0 if self.tokens else sum(_whole(c(**micro_batch)) * 1009**i for i, c in enumerate(self.counters))
+
+    def scale(self, num_counted: int) -> float:
+        """What every loss of a micro-batch is multiplied by, where the global batch has so many units."""
+        return 1.0 if self.summed else 1 / num_counted
 
 
-def sum_over_tokens(graph: fx.Graph) -> Units:
+def _whole(count: torch.Tensor) -> int:
+    if count.is_floating_point() and not float(count).is_integer():
+        raise MegError(
+            f"the loss divides by the sum of weights in a batch, and {float(count)} is no count: give weights of 0 "
+            f"and 1, or {WHOLE}"
+        )
+    return int(count)
+
+
+def sum_over_tokens(captured: Captured, verdict: Verdict) -> Units:
     """Rewrite the graph's loss in place; says what it is a sum over."""
-    output = next(n for n in reversed(graph.nodes) if n.op == "output")
-    last = output.args[0]
-    means = [n for n in graph.nodes if n.target is _CROSS_ENTROPY and _reduction(n) == 1]
-    counters = [_counter(graph, n) for n in means]
-    if any(c is None for c in counters):
-        counters = []
-    tokens = len(counters) == 1 and means == [last] and len(last.args) < 6
+    parts = verdict.parts
+    if verdict.coupled:
+        return Units(coupled=verdict.coupled)
+    if verdict.unclear:
+        return _as_if_apart(captured, verdict)
+    kinds = {part.kind for part in parts}
+    if kinds == {"sum"} and not verdict.const:
+        return Units(summed=True)
+    if not kinds <= {"mean", "counted"}:
+        return Units(coupled="it adds sums over rows to what is no sum")
+    counters = []
+    for part in parts:
+        if part.kind == "counted":
+            counters.append(_counter(captured, part.node))
+            if counters[-1] is None:
+                return Units(
+                    coupled=f"{base_name(part.node.target)}: what it counts does not depend on the batch alone"
+                )
+    tokens = len(parts) == 1 and kinds == {"counted"} and not verdict.const
     if tokens:
-        args = list(last.args) + [None, 1][len(last.args) - 2 :]
+        _sum_instead(captured.graph, parts[0])
+    return Units(counters, tokens)
+
+
+def _as_if_apart(captured: Captured, verdict: Verdict) -> Units:
+    """Units of a loss that may couple rows, if it does not."""
+    output = next(n for n in reversed(captured.graph.nodes) if n.op == "output")
+    means = [n for n in captured.graph.nodes if base_name(n.target) in _LOSSES and n.args[3:4] in ((), (1,))]
+    counters = [c for n in means if (c := _counter(captured, n)) is not None]
+    tokens = len(counters) == 1 and means == [output.args[0]] and means[0].args[2:3] in ((), (None,))
+    if tokens:
+        _sum_instead(captured.graph, Part(means[0], "counted"))
+    return Units(counters, tokens, unclear=verdict.unclear)
+
+
+def _sum_instead(graph: fx.Graph, mean: Part) -> None:
+    """Replace a mean over what counts by the sum of the same."""
+    node = mean.node
+    if base_name(node.target) in _LOSSES:
+        args = list(node.args) + [None, 1][len(node.args) - 2 :]
         args[3] = 2
-        last.args = tuple(args)
-    return Units([c for c in counters if c is not None], tokens)
+        node.args = tuple(args)
+    else:
+        node.replace_all_uses_with(operand(node, 0))
+        graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output"))
 
 
 @dataclass(frozen=True)
 class Limit:
-    """A field of the batch holds indices: `size` rows or classes, besides `ignored` (None: every index counts)."""
+    """A field of the batch holds indices: `size` rows or classes, besides `ignored` (None: every index counts).
+
+    table: the parameter whose rows they are, of an embedding.
+    """
 
     field: str
     size: int
     ignored: int | None
+    table: str | None = None
 
     def check(self, batch: dict[str, torch.Tensor]) -> None:
         """MegError for an index outside: on shards it would be taken for a row of another rank."""
@@ -100,33 +162,39 @@ def find_limits(graph: fx.Graph) -> list[Limit]:
             index = operand(index, 0)
         if index.op == "placeholder" and not index.meta["val"].is_floating_point():
             shape = table.meta["val"].shape
-            found.append(Limit(str(index.target), shape[0] if lookup else shape[min(1, len(shape) - 1)], ignored))
+            size = shape[0] if lookup else shape[min(1, len(shape) - 1)]
+            named = str(table.target) if lookup and table.op == "get_attr" else None
+            found.append(Limit(str(index.target), size, ignored, named))
     return found
 
 
 _RESHAPES = {"view", "reshape", "flatten", "contiguous", "slice", "to", "clone", "squeeze", "unsqueeze", "transpose"}
 
 
-def _reduction(node: fx.Node) -> int:
-    return int(node.args[3]) if len(node.args) > 3 else 1  # type: ignore[arg-type]
-
-
-def _counter(graph: fx.Graph, loss: fx.Node) -> fx.GraphModule | None:
-    """The number of targets of a cross entropy that count, from the batch's fields alone; None where it needs more."""
-    target = operand(loss, 1)
-    ignore = loss.args[4] if len(loss.args) > 4 else -100
-    needed, stack = set(), [target]
+def _counter(captured: Captured, mean: fx.Node) -> fx.GraphModule | None:
+    """What a mean divides by, from the batch's fields alone; None where it needs more."""
+    is_loss = base_name(mean.target) in _LOSSES
+    divisor = operand(mean, 1) if is_loss else unclamped(operand(mean, 1))
+    needed, stack = set(), [divisor]
     while stack:
         node = stack.pop()
         if node not in needed:
             needed.add(node)
             stack.extend(node.all_input_nodes)
-    if any(n.op == "get_attr" for n in needed):
+    constants = {str(n.target): captured.tensors[str(n.target)] for n in needed if n.op == "get_attr"}
+    if any(t.is_meta or t.requires_grad for t in constants.values()) or any(map(_is_random, needed)):
         return None
     new, env = fx.Graph(), {}
-    for node in graph.nodes:
+    for node in captured.graph.nodes:
         if node in needed or node.op == "placeholder":
             env[node] = new.node_copy(node, env.__getitem__)
-    counted = new.call_function(operator.ne, (env[target], ignore))
-    new.output(new.call_function(torch.sum, (counted,)))
-    return fx.GraphModule(torch.nn.Module(), new)
+    count = env[divisor]
+    if is_loss:
+        ignore = mean.args[4] if len(mean.args) > 4 else -100
+        count = new.call_function(torch.sum, (new.call_function(operator.ne, (count, ignore)),))
+    new.output(count)
+    return fx.GraphModule(constants, new)
+
+
+def _is_random(node: fx.Node) -> bool:
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())

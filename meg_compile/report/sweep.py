@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 SIZES = ("tp", "pp", "vpp", "dp", "cp")
-STYLES = {"ok": "green", "refused": "yellow", "failed": "red"}
+STYLES = {"ok": "green", "refused": "yellow", "failed": "red", "stopped": "yellow"}
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,9 @@ def report(jobs: Sequence[Job], sweep_dir: Path, console: Console | None = None)
         writer = csv.DictWriter(file, list(rows[0]))
         writer.writeheader()
         writer.writerows(rows)
-    table = Table(title=f"{len(rows)} jobs in {sweep_dir}", title_justify="left")
+    console = console or Console()
+    console.print(f"{len(rows)} jobs in {sweep_dir}", soft_wrap=True, highlight=False)
+    table = Table()
     for column in ("job", "overrides", "plan"):
         table.add_column(column)
     for column in ("tokens/s", "peak MiB a rank", "loss"):
@@ -69,7 +71,7 @@ def report(jobs: Sequence[Job], sweep_dir: Path, console: Console | None = None)
             _number(row["loss"], ".4f"),
         )
         table.add_row(row["job"], " ".join(job.varied), row["plan"], *figures, _status(row))
-    (console or Console()).print(table)
+    console.print(table)
 
 
 def _number(value: float | None, form: str) -> str:

@@ -20,11 +20,15 @@ LOST_PEER = re.compile(
     r"|connectFullMesh|Timed out waiting|timed out after|failed to recv",
     re.IGNORECASE,
 )
+OURS = re.compile(r"\A(?:.*\n)?meg_compile\.errors\.\w+: (.*)\Z", re.DOTALL)
+"""The end of a traceback of an error that we raised on purpose, which needs no traceback."""
 LOG_LINES = 15
 
 
 def first_failure(failures: Mapping[int, ProcessFailure], log_dir: Path) -> tuple[int, str]:
     """The rank that failed first, and its traceback, or how it ended and the end of its log.
+
+    Of a `MegError` only what it says.
 
     failures  by global rank, as torch's elastic launcher reports them
     log_dir   holds `rank_N.log` of every rank but 0, whose output went to the console
@@ -47,7 +51,9 @@ def _traceback(failure: ProcessFailure) -> str | None:
     message: Any = failure.message
     if not isinstance(message, dict):
         return None
-    return message.get("extraInfo", {}).get("py_callstack") or message.get("message")
+    text = message.get("extraInfo", {}).get("py_callstack") or message.get("message")
+    said = OURS.search(text or "")
+    return said[1].strip() if said else text
 
 
 def _ending(rank: int, failure: ProcessFailure, log_dir: Path) -> str:

@@ -48,8 +48,13 @@ def end_with_parent() -> None:
 def _call(entry: str, run_dir: Path) -> None:
     import importlib
 
+    from meg_compile.errors import Exited
+
     module, _, function = entry.partition(":")
-    getattr(importlib.import_module(module), function)(run_dir)
+    try:
+        getattr(importlib.import_module(module), function)(run_dir)
+    except SystemExit as stop:
+        raise Exited(stop) from None
 
 
 if __name__ == "__main__":

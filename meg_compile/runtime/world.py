@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
+from meg_compile.errors import Exited
 from meg_compile.runtime.blame import LOST_PEER
 from meg_compile.runtime.worker import end_with_parent
 
@@ -75,6 +76,8 @@ def under_torchrun(function: Callable[..., int], *args: Any) -> int:
     def late() -> int:
         try:
             return function(*args)
+        except SystemExit as stop:
+            raise Exited(stop) from None
         except Exception:
             if LOST_PEER.search(traceback.format_exc()):
                 time.sleep(LATE_SECONDS)

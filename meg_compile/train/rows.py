@@ -2,8 +2,10 @@
 
 import hashlib
 import random
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 import numpy
 import torch
@@ -17,7 +19,10 @@ Row = dict[str, Tensor]
 def num_rows(dataset) -> int:
     if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
         raise refused(dataset, "it is not map-style", "give it __len__ and __getitem__")
-    return len(dataset)
+    try:
+        return len(dataset)
+    except Exception as error:
+        raise refused(dataset, f"its __len__ raised {_said(error)}", "make len(dataset) work") from error
 
 
 def read_row(dataset, index: int, fields: Sequence[str] | None, dtype: torch.dtype) -> Row:
@@ -26,7 +31,12 @@ def read_row(dataset, index: int, fields: Sequence[str] | None, dtype: torch.dty
     A pair (inputs, labels) becomes the fields `input_ids` and `labels`. Numbers and numpy arrays count as tensors.
     Integers are widened to int64, floating-point fields get `dtype`.
     """
-    row = dataset[index]
+    try:
+        row = dataset[index]
+    except Refused:
+        raise
+    except Exception as error:
+        raise refused(dataset, f"reading row {index} raised {_said(error)}", f"make dataset[{index}] work") from None
     if isinstance(row, (tuple, list)) and len(row) == 2:
         row = {"input_ids": row[0], "labels": row[1]}
     if not isinstance(row, Mapping):
@@ -97,6 +107,11 @@ def fold(*numbers: int) -> int:
 
 def refused(dataset, problem: str, fix: str) -> Refused:
     return Refused(Fault("data._target_", type(dataset).__name__, problem, fix))
+
+
+def _said(error: Exception) -> str:
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {error} ({Path(frame.filename).name}:{frame.lineno})"
 
 
 def _tensor(dataset, index: int, field: str, value: object, dtype: torch.dtype) -> Tensor:

@@ -45,7 +45,7 @@ class Trainer:
         agreed = agree(
             batch, self.program.count(batch), self.groups.mesh.dp, coords.dp, device, where, self.program.labels(batch)
         )
-        loss = self.executor.run(batch, 1 / agreed.tokens)
+        loss = self.executor.run(batch, self.program.units.scale(agreed.tokens))
         self.executor.reduce_gradients()
         # The last stage's tp ranks all hold their replica's share of the loss; ranks of other stages give 0.
         sums = torch.tensor([loss if coords.tp == 0 else 0.0, 0.0], dtype=torch.float64, device=device)

@@ -60,7 +60,9 @@ class Report:
 
     def show(self, console: Console | None = None) -> None:
         verdict = "equal" if self.ok else "NOT EQUAL"
-        table = Table(title=f"{self.title}: {verdict}", title_justify="left")
+        console = console or Console()
+        console.print(f"{self.title}: {verdict}", soft_wrap=True, highlight=False)
+        table = Table()
         for column in ("step", "what", "name"):
             table.add_column(column)
         for column in ("relative error", "allowed"):
@@ -70,4 +72,4 @@ class Report:
             figures = (f"{difference.error:.1e}", f"{difference.tolerance:.0e}")
             table.add_row(str(difference.step), difference.what, difference.name, *figures, style=style)
         table.caption = f"the {len(self.worst())} largest of {len(self.differences)} differences"
-        (console or Console()).print(table)
+        console.print(table)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from meg_compile.axes.atoms import Dim, Dims, fresh, mark_produced, name, size_of, unify
+from meg_compile.axes.atoms import Dim, Dims, atoms, fresh, mark_produced, name, size_of, unify
 from meg_compile.axes.op import Op, rule
 from meg_compile.axes.rules.elementwise import broadcast
 
@@ -117,7 +117,8 @@ def attention(
     if len(q) > 2:
         name(q[-3], "heads")
     name(q[-1], "head_dim")
-    name(v[-1], "head_dim")
+    if not any("head_dim" in atom.names for atom in atoms(v[-1])):
+        name(v[-1], "v_head_dim")
     return Dims((*batch, q[-2], v[-1]))
 
 
