@@ -19,6 +19,7 @@ from meg_compile.passes.choose import choose
 from meg_compile.passes.context import context_parallel, take_parts
 from meg_compile.passes.dropout import draw_by_counters, find_draws
 from meg_compile.passes.in_place import in_place
+from meg_compile.passes.masks import fold_masks
 from meg_compile.passes.partition import Stage, partition
 from meg_compile.passes.rows import judge
 from meg_compile.passes.sequence import shard_sequence
@@ -54,6 +55,7 @@ def compile(
         module = module.to(dtype)
 
     captured = capture(module, inputs, loss, source.value, training)
+    fold_masks(captured, source.value)
     verdict = judge(captured, lambda times: capture(module, _repeated(inputs, times), loss, source.value, training))
     units, limits = sum_over_tokens(captured, verdict), find_limits(captured.graph)
     if units.coupled and plan.dp > 1:

@@ -97,7 +97,7 @@ class _Move(torch.autograd.Function):
 def gather_to_tp(x: torch.Tensor, tp: Group, dim: int, before: int = 1) -> torch.Tensor:
     """f on parts of the sequence: the whole sequence enters a region that works on shards."""
     whole = _Move.apply(x, _gather, _reduce_scatter, tp, dim, before)
-    if (listener := _LISTENER.get()) is not None:
+    if not torch.compiler.is_compiling() and (listener := _LISTENER.get()) is not None:
         listener(Gathering(x.detach(), tp, dim, before), whole)
     return whole
 

@@ -55,7 +55,7 @@ def keep_mask(
     where; with one row it need not), else it is the same for all rows of the step.
     """
     key = mix((keys[:, 0] if of_rows else keys[:1, 1]) + _wrapped(site + 1))
-    stride = math.prod(size for dim in places for size, part in dim if part != "batch")
+    stride = math.prod([size for dim in places for size, part in dim if part != "batch"])
     counters, has_rows = [], False
     for dim in places:
         vector = torch.zeros((), dtype=torch.int64, device=keys.device)
@@ -88,6 +88,30 @@ def _wrapped(count: int) -> int:
     return (count * GOLDEN + 2**63) % 2**64 - 2**63
 
 
+@torch.library.custom_op("meg_compile::keep_mask", mutates_args=())
+def _opaque_keep_mask(
+    keys: torch.Tensor,
+    p: float,
+    site: int,
+    dims: list[int],
+    sizes: list[int],
+    parts: str,
+    of_rows: bool,
+    ranks: list[int],
+    shape: list[int],
+) -> torch.Tensor:
+    """`keep_mask` for torch.compile, whose arithmetic on indices does not wrap at 64 bits as hashes must."""
+    places: Places = [[] for _ in range(ranks[0])]
+    for dim, size, part in zip(dims, sizes, parts.split(","), strict=True):
+        places[dim].append((size, part))
+    return keep_mask(keys, p, site, places, of_rows, Group(*ranks[1:3]), Group(*ranks[3:])).reshape(shape)
+
+
+@_opaque_keep_mask.register_fake
+def _(keys: torch.Tensor, p: float, site: int, dims, sizes, parts, of_rows, ranks, shape: list[int]) -> torch.Tensor:
+    return keys.new_empty(shape, dtype=torch.bool)
+
+
 class _Masked(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, keep: torch.Tensor, p: float) -> torch.Tensor:
@@ -112,7 +136,15 @@ def exact_dropout(
     cp: Group = ALONE,
 ) -> torch.Tensor:
     """x with entries set to 0 with probability p and the others divided by 1 - p; arguments as of `keep_mask`."""
-    keep = x.new_empty(x.shape, dtype=torch.bool) if x.is_meta else keep_mask(keys, p, site, places, of_rows, tp, cp)
+    if x.is_meta:
+        keep = x.new_empty(x.shape, dtype=torch.bool)
+    elif torch.compiler.is_compiling():
+        flat = [(dim, size, part) for dim, axes in enumerate(places) for size, part in axes]
+        dims, sizes, parts = [dim for dim, _, _ in flat], [size for _, size, _ in flat], [part for _, _, part in flat]
+        ranks = [len(places), tp.size, tp.rank, cp.size, cp.rank]
+        keep = _opaque_keep_mask(keys, p, site, dims, sizes, ",".join(parts), of_rows, ranks, x.shape)
+    else:
+        keep = keep_mask(keys, p, site, places, of_rows, tp, cp)
     return _Masked.apply(x, keep.view(x.shape), p)
 
 

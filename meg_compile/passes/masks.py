@@ -1,0 +1,86 @@
+"""Recognise attention masks that are constants: the causal one becomes is_causal=True, one that hides nothing goes.
+
+In and out: a captured graph, in place. Many models build the mask of a causal decoder as a tensor; kernels such as
+FlashAttention take none, and a mask of all positions cannot be cut where the sequence is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import fx
+
+from meg_compile.graph.capture import Captured
+from meg_compile.graph.nodes import base_name
+
+ValueOf = Callable[[torch.Tensor], torch.Tensor]
+
+
+def fold_masks(captured: Captured, value_of: ValueOf) -> None:
+    """value_of: the real value of a buffer or constant of the model; a tensor on meta where it has none."""
+    known: dict[fx.Node, str] = {}
+    for node in captured.graph.nodes:
+        mask = _mask(node)
+        if mask is None:
+            continue
+        if mask not in known:
+            known[mask] = _kind(captured, mask, value_of)
+        if known[mask] != "other":
+            p = node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)
+            node.args = (*node.args[:3], None, p, known[mask] == "causal")  # a mask and is_causal exclude each other
+            node.kwargs = {key: v for key, v in node.kwargs.items() if key in ("scale", "enable_gqa")}
+    captured.graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output"))
+
+
+def _mask(node: fx.Node) -> fx.Node | None:
+    if node.op != "call_function" or base_name(node.target) != "scaled_dot_product_attention":
+        return None
+    found = node.args[3] if len(node.args) > 3 else node.kwargs.get("attn_mask")
+    return found if isinstance(found, fx.Node) else None
+
+
+def _kind(captured: Captured, mask: fx.Node, value_of: ValueOf) -> str:
+    """ "causal", "open" or "other"."""
+    value = _value(captured, mask, value_of)
+    if value is None or value.dim() < 2:
+        return "other"
+    seen = value if value.dtype == torch.bool else value > torch.finfo(value.dtype).min
+    if value.dtype != torch.bool and bool((value[seen] != 0).any()):
+        return "other"
+    if bool(seen.all()):
+        return "open"
+    rows, columns = seen.shape[-2:]
+    causal = torch.ones(rows, columns, dtype=torch.bool).tril()
+    return "causal" if rows == columns and torch.equal(seen, causal.expand(seen.shape)) else "other"
+
+
+def _value(captured: Captured, node: fx.Node, value_of: ValueOf) -> torch.Tensor | None:
+    """What a node gives, where it depends on buffers and literals alone."""
+    needed: dict[fx.Node, None] = {}
+    stack = [node]
+    while stack:
+        one = stack.pop()
+        if one in needed:
+            continue
+        if one.op == "placeholder" or (one.op == "get_attr" and one.target not in captured.buffers):
+            return None
+        if torch.Tag.nondeterministic_seeded in getattr(one.target, "tags", ()):
+            return None
+        needed[one] = None
+        stack.extend(one.all_input_nodes)
+    values: dict[fx.Node, torch.Tensor] = {}
+    with torch.no_grad():
+        for one in captured.graph.nodes:
+            if one not in needed:
+                continue
+            if one.op == "get_attr":
+                values[one] = value_of(captured.tensors[str(one.target)]).cpu()
+                if values[one].is_meta:
+                    return None
+                continue
+            args, kwargs = fx.node.map_arg((one.args, one.kwargs), values.__getitem__)
+            if "device" in kwargs:
+                kwargs = {**kwargs, "device": torch.device("cpu")}
+            values[one] = one.target(*args, **kwargs)  # type: ignore[operator]
+    return values[node]
