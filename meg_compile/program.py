@@ -14,7 +14,7 @@ from meg_compile.explain.describe import explain, to_dict
 from meg_compile.graph.capture import Captured
 from meg_compile.passes.choose import Choice
 from meg_compile.passes.partition import Stage
-from meg_compile.passes.tokens import Limit, Units
+from meg_compile.passes.tokens import HALVES, Limit, Units
 from meg_compile.plan import Plan
 
 
@@ -32,6 +32,7 @@ class Source(Protocol):
 class ParamSpec:
     """A parameter or buffer, whole and as ranks hold it.
 
+    dtype:     in which the graph reads it.
     persistent: the model's state_dict holds it; aliases are its other names there.
     shards:    for each tp rank the part that it holds.
     stages:    the stages that read it; the first one owns it (counts it, exports it).
@@ -54,6 +55,16 @@ class ParamSpec:
         return self.shards[0].local_shape
 
     @property
+    def halved(self) -> bool:
+        """It is read in half precision, as a working copy of what is `held`."""
+        return not self.buffer and self.dtype in HALVES
+
+    @property
+    def held(self) -> torch.dtype:
+        """In which a rank keeps it, sums its gradients and moves it: the master of a half-precision one is float32."""
+        return torch.float32 if self.halved else self.dtype
+
+    @property
     def sharded(self) -> bool:
         return bool(self.shards[0].runs)
 
@@ -64,6 +75,11 @@ class ParamSpec:
     @property
     def local_numel(self) -> int:
         return torch.Size(self.local_shape).numel()
+
+    @property
+    def local_bytes(self) -> int:
+        """Of what a rank holds of it, working copy included; gradients and optimizer states are apart."""
+        return self.local_numel * (self.held.itemsize + (self.dtype.itemsize if self.halved else 0))
 
     def slice(self, whole: torch.Tensor, tp_rank: int) -> torch.Tensor:
         """A tp rank's part of a whole tensor, as a new tensor."""

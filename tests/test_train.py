@@ -122,7 +122,7 @@ def test_a_batch_without_counted_labels_has_no_loss(tmp_path):
 
 
 def test_a_loss_that_is_no_number_stops_the_run(tmp_path):
-    with pytest.raises(MegError, match=r"step 2: the loss is (nan|inf); lower optim.lr"):
+    with pytest.raises(MegError, match=r"step 2: the loss is (nan|inf), first in stage 0 .*; lower optim.lr"):
         run_train(config(plan__tp=2, optim__lr=1e200), tmp_path)
     assert len(logged(tmp_path)) == 1
 
@@ -188,7 +188,7 @@ def test_export_of_several_dtypes_and_an_empty_tensor(tmp_path):
         "d": torch.zeros(0, 4),
         "e": torch.randn(3, dtype=torch.float64),
     }
-    specs = {n: SimpleNamespace(shape=t.shape, dtype=t.dtype, aliases=(), persistent=True) for n, t in tensors.items()}
+    specs = {n: SimpleNamespace(shape=t.shape, held=t.dtype, aliases=(), persistent=True) for n, t in tensors.items()}
     export(specs, tensors.items(), tmp_path / "w.safetensors")
     loaded = load_file(tmp_path / "w.safetensors")
     assert loaded.keys() == tensors.keys()

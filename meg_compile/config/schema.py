@@ -96,6 +96,8 @@ class TrainConfig:
     """Seed of the starting weights, dropout and row order."""
     clip_grad: float
     """Largest global gradient norm; 0 for no clipping."""
+    loss_scale: float | None
+    """What the loss is multiplied by in fp16, so that small gradients are not lost; null adapts it."""
     check: bool | None
     """Compare one step with the plain model before training; null for small models only."""
 
@@ -144,8 +146,9 @@ class Config:
 
     task: Literal["train", "explain", "verify"]
     """train the model, explain the plan without any process, or verify it against the plain model."""
-    precision: Literal["fp32", "fp64"]
-    """Floating-point format of weights, activations and gradients."""
+    precision: Literal["fp64", "fp32", "bf16", "fp16"]
+    """Floating-point format of the model. In bf16 and fp16 the weights that are trained, sums of gradients, their
+    reductions and the optimizer are in fp32."""
     model: Target
     """The plain model: `_target_` and its constructor's arguments."""
     loss: Target

@@ -56,6 +56,7 @@ def to_dict(program: Program, num_micro_batches: int = 1) -> dict[str, Any]:
                 "shape": spec.shape,
                 "local_shape": spec.local_shape,
                 "dtype": str(spec.dtype).removeprefix("torch."),
+                "held": str(spec.held).removeprefix("torch."),
                 "shards": [shard.runs for shard in spec.shards] if spec.sharded else None,
                 "stages": spec.stages,
                 "aliases": spec.aliases,
@@ -192,7 +193,7 @@ def _stages(program: Program) -> str:
     for stage in program.stages:
         layers = " .. ".join(dict.fromkeys((stage.layers[0], stage.layers[-1]))) or "all"
         size = params_of(program, stage)
-        bytes_held = sum(p.local_numel * p.dtype.itemsize for p in (program.params[n] for n in stage.params))
+        bytes_held = sum(program.params[n].local_bytes for n in stage.params)
         rows.append(
             (
                 stage.index,

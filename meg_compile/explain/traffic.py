@@ -104,7 +104,7 @@ def _of_gradient(program: Program, name: str, stage: int) -> list[Collective]:
     here = [s for s in spec.stages if program.pp_rank_of(s) == program.pp_rank_of(stage)]
     if not spec.trainable or stage != here[0]:
         return []
-    size = spec.local_numel * spec.dtype.itemsize
+    size = spec.local_numel * spec.held.itemsize
     groups = {
         "tp": spec.partial and plan.tp > 1,
         "tied": len(program.holders(spec)) > 1,

@@ -1,8 +1,8 @@
 """Make the loss of a micro-batch a sum over counted units, so that any cut of a global batch weighs alike.
 
 The mean over a global batch is the sum over all its counted tokens divided by their number, and that number is known
-from the labels before the step starts. A mean cross entropy at the end of the graph becomes a sum, and the labels'
-own small graph counts. A loss of another kind is taken as it is: every micro-batch weighs the same.
+from the labels before the step starts. A mean cross entropy at the end of the graph becomes a sum, in float32 or wider,
+and the labels' own small graph counts. A loss of another kind is taken as it is: every micro-batch weighs the same.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from meg_compile.errors import MegError
 from meg_compile.graph.nodes import base_name, operand
 
 aten = torch.ops.aten
+HALVES = (torch.bfloat16, torch.float16)
 _CROSS_ENTROPY = aten.cross_entropy_loss.default
 
 
@@ -60,10 +61,24 @@ def sum_over_tokens(graph: fx.Graph) -> Units:
         counters = []
     tokens = len(counters) == 1 and means == [last] and len(last.args) < 6
     if tokens:
+        _in_float32(graph, operand(last, 0))
         args = list(last.args) + [None, 1][len(last.args) - 2 :]
         args[3] = 2
         last.args = tuple(args)
+        last.meta["val"] = last.meta["val"].to(operand(last, 0).meta["val"].dtype)
+    else:
+        _in_float32(graph, last)
     return Units([c for c in counters if c is not None], tokens)
+
+
+def _in_float32(graph: fx.Graph, node: fx.Node) -> None:
+    """Widen a half-precision value for the readers that it has. Sums of many tokens do not fit in 8 or 11 bits."""
+    if node.meta["val"].dtype not in HALVES:
+        return
+    with graph.inserting_after(node):
+        wide = graph.call_function(aten.to.dtype, (node, torch.float32))
+    node.replace_all_uses_with(wide, delete_user_cb=lambda user: user is not wide)
+    wide.meta = dict(node.meta) | {"val": node.meta["val"].to(torch.float32)}
 
 
 @dataclass(frozen=True)

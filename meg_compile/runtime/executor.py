@@ -15,6 +15,7 @@ from meg_compile.passes.tensor import RNG, TP
 from meg_compile.program import ParamSpec, Program, Source
 from meg_compile.runtime.gradients import all_reduce_buckets
 from meg_compile.runtime.groups import Groups
+from meg_compile.runtime.precision import COPY
 from meg_compile.runtime.schedule import Batch, Run, one_stage, pipeline
 from meg_compile.runtime.stage import StageModule, bind
 
@@ -23,7 +24,8 @@ class Executor:
     """Holds and runs what one rank holds and runs.
 
     parameters:  this rank's trainable shards by the user's names.
-    tensors:     those and its frozen parameters and buffers.
+    tensors:     those and its frozen parameters and buffers. A half-precision parameter is float32 here.
+    copies:      what the stages read of half-precision parameters; made from `tensors` when a step starts.
     """
 
     def __init__(self, program: Program, groups: Groups, device: torch.device, seed: int = 0):
@@ -34,10 +36,14 @@ class Executor:
         self.specs = {n: spec for n, spec in program.params.items() if local & set(spec.stages)}
         self.tensors = {name: _allocate(spec, device) for name, spec in self.specs.items()}
         self.parameters = {n: t for n, t in self.tensors.items() if isinstance(t, nn.Parameter) and t.requires_grad}
+        self.copies = {
+            n: torch.empty(s.local_shape, dtype=s.dtype, device=device) for n, s in self.specs.items() if s.halved
+        }
         tp = Group(program.plan.tp, at.tp, groups.tp)
         rng = ShardRng(seed + 7919 * (1 + at.tp + program.plan.tp * (at.dp + program.plan.dp * at.pp)), device)
         bound = {TP: tp, RNG: rng}
-        self.modules: list[StageModule] = [bind(s, program.plan, self.tensors, bound, device) for s in self.stages]
+        read = self.tensors | {f"{COPY}{name}": copy for name, copy in self.copies.items()}
+        self.modules: list[StageModule] = [bind(s, program.plan, read, bound, device) for s in self.stages]
         self.shared = self._shared_groups()
         self._runs: dict[int, Run] = {}
 
@@ -50,7 +56,7 @@ class Executor:
 
         def wanted(name: str):
             spec = self.specs.get(name)
-            return None if spec is None else lambda whole: spec.slice(whole.to(spec.dtype), tp_rank)
+            return None if spec is None else lambda whole: spec.slice(whole.to(spec.held), tp_rank)
 
         with torch.no_grad():
             for name, shard in source.replay(wanted, seed):
@@ -73,6 +79,9 @@ class Executor:
         num = next(iter(batch.values())).shape[0] // self.program.micro_batch_size
         if num not in self._runs:
             self._runs[num] = self._schedule(num)
+        if self.copies:
+            with torch.no_grad():
+                torch._foreach_copy_(list(self.copies.values()), [self.tensors[name] for name in self.copies])
         return self._runs[num]({n: v.to(self.device) for n, v in batch.items()}, scale)
 
     def reduce_gradients(self) -> None:
@@ -85,6 +94,11 @@ class Executor:
         if self.groups.dp is not None:
             grads = (p.grad for p in self.parameters.values() if p.grad is not None)
             all_reduce_buckets(grads, self.groups.dp)
+
+    def scale_gradients(self, factor: float) -> None:
+        grads = [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]
+        if factor != 1 and grads:
+            torch._foreach_mul_(grads, factor)
 
     def norm_squared(self) -> torch.Tensor:
         """This rank's share of the squared gradient norm: summed over the world it counts every parameter once."""
@@ -104,10 +118,10 @@ class Executor:
 
     def _assemble(self, spec: ParamSpec, kind: str) -> torch.Tensor | None:
         mesh, rank = self.groups.mesh, self.groups.rank
-        whole = torch.zeros(spec.shape, dtype=spec.dtype) if rank == 0 else None
+        whole = torch.zeros(spec.shape, dtype=spec.held) if rank == 0 else None
         for tp_rank in range(self.program.plan.tp if spec.sharded else 1):
             holder = mesh.rank(tp=tp_rank, pp=self.program.owner(spec))
-            part = torch.zeros(spec.local_shape, dtype=spec.dtype, device=self.device)
+            part = torch.zeros(spec.local_shape, dtype=spec.held, device=self.device)
             if rank == holder:
                 held = self.tensors[spec.name]
                 part = held.detach() if kind == "value" else part if held.grad is None else held.grad
@@ -158,5 +172,5 @@ class Executor:
 
 
 def _allocate(spec: ParamSpec, device: torch.device) -> torch.Tensor:
-    empty = torch.empty(spec.local_shape, dtype=spec.dtype, device=device)
+    empty = torch.empty(spec.local_shape, dtype=spec.held, device=device)
     return empty if spec.buffer else nn.Parameter(empty, requires_grad=spec.trainable)

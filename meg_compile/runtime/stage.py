@@ -14,6 +14,7 @@ from meg_compile.passes.outline import outline
 from meg_compile.passes.partition import Stage
 from meg_compile.passes.tensor import BOUND
 from meg_compile.plan import Plan
+from meg_compile.runtime.precision import read_copies
 from meg_compile.runtime.recompute import Recomputed
 
 
@@ -39,7 +40,8 @@ def bind(
 ) -> StageModule:
     """Make a stage runnable on a rank.
 
-    tensors: the rank's own, shared between its stages. bound: what the names in `BOUND` stand for on it.
+    tensors: the rank's own and their working copies, shared between its stages. bound: what the names in `BOUND` stand
+    for on it.
     """
     graph = fx.Graph()
     graph.output(graph.graph_copy(stage.graph, {}))
@@ -65,5 +67,6 @@ def _block(
 
 
 def _module(graph: fx.Graph, values: Mapping[str, Any], name: str) -> fx.GraphModule:
+    read_copies(graph, values)
     read = dict.fromkeys(str(n.target) for n in graph.nodes if n.op in ("get_attr", "call_module"))
     return fx.GraphModule({target: values[target] for target in read}, graph, name)
