@@ -9,6 +9,7 @@ from torch import nn
 
 from meg_compile.axes.infer import Axes, infer
 from meg_compile.axes.layout import Layout, Shard, shard
+from meg_compile.errors import Fault, Refused
 from meg_compile.graph.capture import Captured, Loss, capture
 from meg_compile.models.loss import cross_entropy
 from meg_compile.passes.check import check_shapes
@@ -55,7 +56,16 @@ def compile(
 
     params = _specify(captured, axes, choice.layout, stages, parallel.partial)
     fields = {name: inputs[name].to("meta") for name in captured.fields}
-    return Program(plan, fields, stages, params, units, limits, captured, axes, choice, source)
+    program = Program(plan, fields, stages, params, units, limits, captured, axes, choice, source)
+    _refuse_mixed_shards(program)
+    return program
+
+
+def _refuse_mixed_shards(program: Program) -> None:
+    dtypes = {str(spec.dtype).removeprefix("torch.") for spec in program.params.values() if program.splits(spec)}
+    if len(dtypes) > 1:
+        problem = f"replicas share parameters of one dtype, and this model has {' and '.join(sorted(dtypes))}"
+        raise Refused(Fault("plan.zero", program.plan.zero, problem, "give them one dtype, or use plan.zero=0"))
 
 
 def _on_meta(captured: Captured, axes: Axes, layout: Layout) -> dict[str, torch.Tensor]:

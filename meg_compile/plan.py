@@ -9,6 +9,7 @@ from meg_compile.errors import Fault, Refused, nearest
 from meg_compile.mesh import Mesh
 
 SCHEDULES = ("1f1b", "gpipe", "interleaved_1f1b")
+ZERO = (0, 1, 2, 3)
 RECOMPUTE = ("none", "selective", "full")
 
 
@@ -23,6 +24,7 @@ class Plan:
     cp        ranks that share a sequence (context parallel); only 1
     sp        shard the sequence over the tp ranks between g and f (sequence parallel)
     schedule  one of `SCHEDULES`
+    zero      what replicas share of the model's states: 1 optimizer states, 2 and gradients, 3 and parameters
     stages    blocks per stage in order, pp*vpp numbers; None lets the compiler balance them
     recompute what backward computes again instead of keeping it: one of `RECOMPUTE`; "selective" is the attention core
     recompute_every  of a stage's blocks, recompute each n-th
@@ -35,6 +37,7 @@ class Plan:
     dp: int = 1
     cp: int = 1
     sp: bool = False
+    zero: int = 0
     schedule: str = "1f1b"
     stages: tuple[int, ...] | None = None
     recompute: str = "none"
@@ -64,6 +67,7 @@ def plan_faults(
     dp: int,
     cp: int,
     sp: bool,
+    zero: int,
     schedule: str,
     stages: Sequence[int] | None,
     recompute: str,
@@ -79,6 +83,9 @@ def plan_faults(
     ]
     if cp > 1:
         faults.append(Fault("plan.cp", cp, "context parallelism is not available", "use plan.cp=1"))
+    if zero not in ZERO:
+        fix = "use plan.zero=0 for none, 1 for optimizer states, 2 for gradients too, or 3 for parameters too"
+        faults.append(Fault("plan.zero", zero, "no such way to shard over replicas", fix))
     if schedule not in SCHEDULES:
         guess = nearest(schedule, SCHEDULES)
         hint = (f"did you mean {guess}? " if guess else "") + f"There are {', '.join(SCHEDULES)}"

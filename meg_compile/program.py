@@ -76,11 +76,6 @@ class ParamSpec:
     def local_numel(self) -> int:
         return torch.Size(self.local_shape).numel()
 
-    @property
-    def local_bytes(self) -> int:
-        """Of what a rank holds of it, working copy included; gradients and optimizer states are apart."""
-        return self.local_numel * (self.held.itemsize + (self.dtype.itemsize if self.halved else 0))
-
     def slice(self, whole: torch.Tensor, tp_rank: int) -> torch.Tensor:
         """A tp rank's part of a whole tensor, as a new tensor."""
         return self.shards[tp_rank].slice(whole)
@@ -150,6 +145,32 @@ class Program:
     def owner(self, spec: ParamSpec) -> int:
         """The pipeline rank whose copy of a parameter is counted and exported."""
         return self.pp_rank_of(spec.stages[0])
+
+    def splits(self, spec: ParamSpec) -> bool:
+        """Whether replicas share a parameter, each with some of its rows.
+
+        One that several stages of a pipeline rank read stays whole, as does one that no stage reads.
+        """
+        readers = [self.pp_rank_of(stage.index) for stage in self.stages if spec.name in stage.params]
+        shared = self.plan.zero > 0 and self.plan.dp > 1
+        fits = not spec.buffer and bool(spec.shape) and spec.dtype.is_floating_point
+        return shared and fits and 0 < len(readers) == len(set(readers))
+
+    def share(self, spec: ParamSpec) -> int:
+        """Entries of a parameter that a rank keeps and its optimizer moves: what replicas share is padded to whole rows
+        for each."""
+        if not self.splits(spec):
+            return spec.local_numel
+        num_rows = spec.local_shape[0]
+        return -(-num_rows // self.plan.dp) * (spec.local_numel // num_rows) if num_rows else 0
+
+    def weight_bytes(self, spec: ParamSpec) -> int:
+        """What a rank keeps of a parameter between steps, a working copy in half precision included.
+
+        Gradients and optimizer states come on top.
+        """
+        copy = spec.local_numel * spec.dtype.itemsize if spec.halved and not self.splits(spec) else 0
+        return self.share(spec) * spec.held.itemsize + copy
 
     def explain(self, num_micro_batches: int = 1, block: int = 0) -> str:
         """The axes, every pair, every Linear outside one and why, the graph of one block with its f and g, the stages,

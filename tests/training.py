@@ -38,6 +38,7 @@ def config(**changes: Any) -> Config:
             "dp": 1,
             "cp": 1,
             "sp": False,
+            "zero": 0,
             "schedule": "1f1b",
             "stages": None,
             "recompute": "none",

@@ -29,6 +29,9 @@ class PlanConfig:
     """Ranks that share one sequence (context parallel); 1 for none."""
     sp: bool
     """Split the sequence over the tp ranks between layers (sequence parallel)."""
+    zero: int
+    """What the replicas share, instead of each holding it: 0 nothing, 1 optimizer states, 2 and gradients, 3 and
+    parameters."""
     schedule: str
     """Order of forward and backward passes: 1f1b, gpipe or interleaved_1f1b."""
     stages: list[int] | None

@@ -61,6 +61,7 @@ def to_dict(program: Program, num_micro_batches: int = 1) -> dict[str, Any]:
                 "stages": spec.stages,
                 "aliases": spec.aliases,
                 "partial_gradients": spec.partial,
+                "split_over_replicas": program.splits(spec),
             }
             for name, spec in program.params.items()
         },
@@ -88,6 +89,7 @@ def _plan(program: Program) -> str:
     plan, params = program.plan, program.params.values()
     total = sum(spec.numel for spec in params if spec.trainable)
     sizes = f"tp={plan.tp} x pp={plan.pp} x dp={plan.dp}" + (f", vpp={plan.vpp}" if plan.vpp > 1 else "")
+    sizes += f", zero={plan.zero}" if plan.zero else ""
     return "\n".join(
         [
             f"  {human_count(total)} parameters ({total:,}), {plan.mesh.size} ranks: {sizes}, schedule {plan.schedule}",
@@ -193,7 +195,7 @@ def _stages(program: Program) -> str:
     for stage in program.stages:
         layers = " .. ".join(dict.fromkeys((stage.layers[0], stage.layers[-1]))) or "all"
         size = params_of(program, stage)
-        bytes_held = sum(program.params[n].local_bytes for n in stage.params)
+        bytes_held = sum(program.weight_bytes(program.params[n]) for n in stage.params)
         rows.append(
             (
                 stage.index,

@@ -18,12 +18,15 @@ from meg_compile.runtime.groups import Groups
 from meg_compile.runtime.precision import COPY
 from meg_compile.runtime.schedule import Batch, Run, one_stage, pipeline
 from meg_compile.runtime.stage import StageModule, bind
+from meg_compile.runtime.zero import Shards, rows
+
+META = torch.device("meta")
 
 
 class Executor:
     """Holds and runs what one rank holds and runs.
 
-    parameters:  this rank's trainable shards by the user's names.
+    parameters:  this rank's trainable shards by the user's names; under plan.zero, of replicas too.
     tensors:     those and its frozen parameters and buffers. A half-precision parameter is float32 here.
     copies:      what the stages read of half-precision parameters; made from `tensors` when a step starts.
     """
@@ -34,16 +37,21 @@ class Executor:
         self.stages = [program.stages[i] for i in program.stage_of_rank(at.pp)]
         local = {s.index for s in self.stages}
         self.specs = {n: spec for n, spec in program.params.items() if local & set(spec.stages)}
-        self.tensors = {name: _allocate(spec, device) for name, spec in self.specs.items()}
-        self.parameters = {n: t for n, t in self.tensors.items() if isinstance(t, nn.Parameter) and t.requires_grad}
+        self.split = {name for name, spec in self.specs.items() if program.splits(spec)}
+        whole = {n: _allocate(spec, META if n in self.split else device) for n, spec in self.specs.items()}
         self.copies = {
-            n: torch.empty(s.local_shape, dtype=s.dtype, device=device) for n, s in self.specs.items() if s.halved
+            n: torch.empty(s.local_shape, dtype=s.dtype, device=device)
+            for n, s in self.specs.items()
+            if s.halved and n not in self.split
         }
         tp = Group(program.plan.tp, at.tp, groups.tp)
         rng = ShardRng(seed + 7919 * (1 + at.tp + program.plan.tp * (at.dp + program.plan.dp * at.pp)), device)
         bound = {TP: tp, RNG: rng}
-        read = self.tensors | {f"{COPY}{name}": copy for name, copy in self.copies.items()}
+        read = whole | {f"{COPY}{name}": copy for name, copy in self.copies.items()}
         self.modules: list[StageModule] = [bind(s, program.plan, read, bound, device) for s in self.stages]
+        self.shards = self._shard(whole) if self.split else None
+        self.tensors = whole | (self.shards.parameters if self.shards else {})
+        self.parameters = {n: t for n, t in self.tensors.items() if isinstance(t, nn.Parameter) and t.requires_grad}
         self.shared = self._shared_groups()
         self._runs: dict[int, Run] = {}
 
@@ -56,7 +64,7 @@ class Executor:
 
         def wanted(name: str):
             spec = self.specs.get(name)
-            return None if spec is None else lambda whole: spec.slice(whole.to(spec.held), tp_rank)
+            return None if spec is None else lambda whole: self._mine(spec, spec.slice(whole.to(spec.held), tp_rank))
 
         with torch.no_grad():
             for name, shard in source.replay(wanted, seed):
@@ -82,17 +90,21 @@ class Executor:
         if self.copies:
             with torch.no_grad():
                 torch._foreach_copy_(list(self.copies.values()), [self.tensors[name] for name in self.copies])
+        if self.shards:
+            self.shards.begin()
         return self._runs[num]({n: v.to(self.device) for n, v in batch.items()}, scale)
 
     def reduce_gradients(self) -> None:
         """Sum gradients over tp (partial ones), over the copies of tied parameters, and over dp."""
+        if self.shards:
+            self.shards.finish()
         if self.groups.tp is not None:
             all_reduce_buckets((self._grad(n) for n in self.parameters if self.specs[n].partial), self.groups.tp)
         for names, group in self.shared:
             if group is not None:
                 all_reduce_buckets((self._grad(n) for n in names), group)
         if self.groups.dp is not None:
-            grads = (p.grad for p in self.parameters.values() if p.grad is not None)
+            grads = (p.grad for n, p in self.parameters.items() if p.grad is not None and n not in self.split)
             all_reduce_buckets(grads, self.groups.dp)
 
     def scale_gradients(self, factor: float) -> None:
@@ -119,19 +131,31 @@ class Executor:
     def _assemble(self, spec: ParamSpec, kind: str) -> torch.Tensor | None:
         mesh, rank = self.groups.mesh, self.groups.rank
         whole = torch.zeros(spec.shape, dtype=spec.held) if rank == 0 else None
+        dp = self.program.plan.dp if self.program.splits(spec) else 1
         for tp_rank in range(self.program.plan.tp if spec.sharded else 1):
-            holder = mesh.rank(tp=tp_rank, pp=self.program.owner(spec))
-            part = torch.zeros(spec.local_shape, dtype=spec.held, device=self.device)
-            if rank == holder:
-                held = self.tensors[spec.name]
-                part = held.detach() if kind == "value" else part if held.grad is None else held.grad
-            if holder != 0 and rank == holder:
-                dist.send(part.contiguous(), 0)
-            elif holder != 0 and rank == 0:
-                dist.recv(part, holder)
+            local = torch.zeros(spec.local_shape, dtype=spec.held, device=self.device)
+            for dp_rank in range(dp):
+                holder = mesh.rank(tp=tp_rank, pp=self.program.owner(spec), dp=dp_rank)
+                part = rows(local, dp, dp_rank) if dp > 1 else local
+                if rank == holder:
+                    held = self.tensors[spec.name]
+                    found = held.detach() if kind == "value" else held.grad
+                    part.zero_() if found is None else part.copy_(found)
+                if holder != 0 and part.numel() and rank in (0, holder):
+                    dist.send(part, 0) if rank == holder else dist.recv(part, holder)
             if whole is not None:
-                spec.place(part.cpu(), tp_rank, whole)
+                spec.place(local.cpu(), tp_rank, whole)
         return whole
+
+    def _mine(self, spec: ParamSpec, local: torch.Tensor) -> torch.Tensor:
+        """This replica's rows of a tp rank's part."""
+        return rows(local, self.program.plan.dp, self.groups.coords.dp) if spec.name in self.split else local
+
+    def _shard(self, whole: dict[str, torch.Tensor]) -> Shards:
+        names = {p: name for name in self.split if isinstance(p := whole[name], nn.Parameter)}
+        read = {self.specs[name].dtype for name in self.split if self.specs[name].halved}
+        mesh = self.groups.device_mesh["dp"]
+        return Shards(self.modules, names, self.program.plan.zero, mesh, self.device, next(iter(read), None))
 
     def _grad(self, name: str) -> torch.Tensor:
         """A parameter's gradient; zero where no backward reached this rank's copy of it."""
@@ -142,7 +166,11 @@ class Executor:
 
     def _counts(self, spec: ParamSpec) -> bool:
         at = self.groups.coords
-        return at.dp == 0 and at.pp == self.program.owner(spec) and (spec.sharded or at.tp == 0)
+        return (
+            (at.dp == 0 or spec.name in self.split)
+            and at.pp == self.program.owner(spec)
+            and (spec.sharded or at.tp == 0)
+        )
 
     def _schedule(self, num_micro_batches: int) -> Run:
         if self.groups.pp is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from meg_compile.passes.partition import Stage
 from meg_compile.runtime.executor import Executor
+from meg_compile.runtime.recompute import Recomputed
 from meg_compile.runtime.schedule import Batch
 from meg_compile.runtime.stage import StageModule
 
@@ -54,16 +56,13 @@ class _Watch:
     def __init__(self, executor: Executor, module: StageModule, stage: Stage):
         self.executor, self.stage = executor, stage
         self.micro_batch, self.found = -1, None
-        last = 2 * len(module.blocks)
+        names = [_layer(block) for block in module.blocks]
         self.hooks = [module.register_forward_pre_hook(self._begin)]
-        for i, block in enumerate(module.blocks):
-            name = _layer(block)
-            self.hooks.append(
-                block.register_forward_pre_hook(lambda _, x, i=i, n=name: self._see(2 * i, x, f"before {n}"))
-            )
-            self.hooks.append(block.register_forward_hook(lambda _, x, y, i=i, n=name: self._see(2 * i + 1, y, n)))
-        after = f"after {_layer(module.blocks[-1])}" if module.blocks else "its output"
-        self.hooks.append(module.register_forward_hook(lambda _, x, y: self._see(last, y, after)))
+        for i, (name, block) in enumerate(zip(names, module.blocks, strict=True)):
+            self.hooks.append(block.register_forward_pre_hook(partial(self._see, 2 * i, f"before {name}")))
+            self.hooks.append(block.register_forward_hook(partial(self._see, 2 * i + 1, name)))
+        after = f"after {names[-1]}" if names else "its output"
+        self.hooks.append(module.register_forward_hook(partial(self._see, 2 * len(names), after)))
 
     def remove(self) -> None:
         for hook in self.hooks:
@@ -72,9 +71,9 @@ class _Watch:
     def _begin(self, *_: Any) -> None:
         self.micro_batch += 1
 
-    def _see(self, place: int, values: Any, part: str) -> None:
-        """Only what backward goes through: a mask may well hold -inf."""
-        values = values if isinstance(values, tuple) else (values,)
+    def _see(self, place: int, part: str, _: nn.Module, *seen: Any) -> None:
+        """seen: what went in, and maybe what came out. A mask, which needs no gradient, may hold -inf."""
+        values = seen[-1] if isinstance(seen[-1], tuple) else (seen[-1],)
         if self.found or all(v.isfinite().all() for v in values if isinstance(v, Tensor) and v.requires_grad):
             return
         when = (self.micro_batch * self.executor.program.plan.num_stages + self.stage.index) * PARTS + place
@@ -87,8 +86,8 @@ def _stage(executor: Executor, stage: Stage) -> str:
 
 
 def _layer(block: nn.Module) -> str:
-    graph: Any = getattr(block, "graph", None) or block.body.graph
-    computed = (n for n in reversed(graph.nodes) if n.op == "call_function" and n.meta.get("layer"))
+    inner: Any = block.body if isinstance(block, Recomputed) else block
+    computed = (n for n in reversed(inner.graph.nodes) if n.op == "call_function" and n.meta.get("layer"))
     return next((str(n.meta["layer"]) for n in computed), "a block")
 
 

@@ -17,7 +17,7 @@ def summarize(
 
     tokens_per_s: over all steps but the first, which warms up, where there are more.
     """
-    num_local = sum(spec.local_numel for spec in executor.specs.values() if not spec.buffer)
+    num_local = sum(executor.tensors[name].numel() for name, spec in executor.specs.items() if not spec.buffer)
     per_rank = _gather([num_local, peak_memory_bytes(executor.device)], executor.device)
     steady = records[1:] or records
     plan, train = config.plan, config.train

@@ -45,8 +45,8 @@ def verify(
     gradients are cleared afterwards, so that training can follow.
 
     In float64 both sides train on by themselves. In float32 and below the plain side takes over the compiled gradients
-    once they are compared: AdamW turns the rounding noise of a gradient near zero into a step of full size, so two right
-    runs part there, while the update from equal gradients must agree.
+    once they are compared: AdamW turns the rounding noise of a gradient near zero into a step of full size, so two
+    right runs part there, while the update from equal gradients must agree.
     """
     tolerance = config.verify.tolerance or TOLERANCES[config.precision]
     plan = config.plan

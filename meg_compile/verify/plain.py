@@ -1,7 +1,8 @@
 """The other side of the comparison: the plain model, trained in one process on the whole global batch."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -60,11 +61,23 @@ class Plain:
             scale /= 2
 
     def _forward(self, arguments: dict[str, torch.Tensor]) -> Any:
-        if self.dtype not in HALVES:
+        with self._rounded() if self.dtype in HALVES else nullcontext():
             return self.model(**arguments)
-        tensors = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
-        rounded = {name: t.to(self.dtype) if t.is_floating_point() else t for name, t in tensors.items()}
-        return torch.func.functional_call(self.model, rounded, kwargs=arguments)
+
+    @contextmanager
+    def _rounded(self) -> Iterator[None]:
+        """Inside, every module finds half-precision copies of its tensors, made by autograd, in their place."""
+        stores: list[dict[str, Any]] = [s for m in self.model.modules() for s in (m._parameters, m._buffers)]
+        before = [dict(store) for store in stores]
+        wide = {id(t): t for store in stores for t in store.values() if t is not None and t.is_floating_point()}
+        copies = {key: tensor.to(self.dtype) for key, tensor in wide.items()}
+        try:
+            for store in stores:
+                store.update({name: copies.get(id(tensor), tensor) for name, tensor in store.items()})
+            yield
+        finally:
+            for store, tensors in zip(stores, before, strict=True):
+                store.update(tensors)
 
     def update(self, step: int) -> None:
         if self.clip_grad:
