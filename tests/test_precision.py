@@ -208,6 +208,7 @@ class Cusp(models.TinyGPT):
     ("plan", "stage"),
     [
         ({"tp": 2}, "stage 0 (pipeline rank 0)"),
+        ({"dp": 2, "zero": 3}, "stage 0 (pipeline rank 0)"),
         ({"pp": 2, "dp": 2}, "stage 1 (pipeline rank 1)"),
         ({"pp": 2, "vpp": 2, "schedule": "interleaved_1f1b", "recompute": "full"}, "stage 2 (pipeline rank 0)"),
     ],

@@ -67,12 +67,32 @@ def test_parameters_of_all_kinds(zero, plan):
     assert report.ok, report.worst()
 
 
+class Linears(nn.Module):
+    """Each Linear is a block of its own: its result leaves it, and tp sums it, or takes its exponential, outside."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.up, self.down = nn.Embedding(64, 16), nn.Linear(16, 32), nn.Linear(32, 16)
+        self.head = nn.Linear(16, 64)
+
+    def forward(self, ids):
+        x = self.table(ids)
+        return self.head(x + self.down(self.up(x).relu()))
+
+
 class Twice(models.TinyGPT):
-    """The last block is the first one again: with four stages, both on the same pipeline rank but for the cut."""
+    """The third block is the first one again. With four stages on two ranks, one rank reads it in two stages."""
 
     def __init__(self):
         super().__init__(tied=False)
         self.h[2] = self.h[0]
+
+
+@pytest.mark.parametrize("factory", [Linears, Twice])
+@pytest.mark.parametrize("zero", [0, 3])
+def test_what_passes_between_blocks(factory, zero):
+    report, _ = run_verify(settings_of(zero, tp=2, dp=2, recompute="full"), factory, steps=1)
+    assert report.ok, report.worst()
 
 
 @pytest.mark.parametrize("precision", ["fp64", "bf16"])

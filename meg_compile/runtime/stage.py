@@ -10,6 +10,7 @@ from torch import fx, nn
 
 from meg_compile.graph.clean import retarget
 from meg_compile.passes.blocks import find_blocks, find_cores
+from meg_compile.passes.in_place import not_across
 from meg_compile.passes.outline import outline
 from meg_compile.passes.partition import Stage
 from meg_compile.passes.tensor import BOUND
@@ -47,7 +48,10 @@ def bind(
     graph.output(graph.graph_copy(stage.graph, {}))
     retarget(graph, device)
     values = {**tensors, **bound}
-    outer, inner = outline(graph, find_blocks(graph), BOUND)
+    parts = find_blocks(graph)
+    if plan.recompute != "none" or plan.zero:
+        not_across(graph, parts)
+    outer, inner = outline(graph, parts, BOUND)
     blocks: dict[str, nn.Module] = {}
     for i, (name, block) in enumerate(inner.items()):
         recompute = plan.recompute if i % plan.recompute_every == 0 else "none"

@@ -10,6 +10,7 @@ What FSDP2 gathers at once is a block, or all of a stage outside its blocks. Eac
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 
 import torch
@@ -48,6 +49,8 @@ class Shards:
         self.zero, self.roots = zero, list[FSDPModule]()
         self.parameters: dict[str, nn.Parameter] = {}
         self._sharded: dict[str, nn.Parameter] = {}  # what FSDP2 knows them by
+        # Nothing writes into what a unit returns: passes/in_place.py sees to it.
+        warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor")
         policy = MixedPrecisionPolicy(low, low and torch.float32, cast_forward_inputs=False)
         for stage in stages:
             body = stage.body
