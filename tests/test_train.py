@@ -3,6 +3,7 @@
 import io
 import json
 import re
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import models
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 from safetensors.torch import load_file
+from torch import nn
 from training import config, on_ranks
 
 from meg_compile.errors import MegError
@@ -30,7 +32,7 @@ PLANS = {
 }
 
 
-def run_train(settings, run_dir, dataset=None, factory=models.TinyGPT):
+def run_train(settings, run_dir, dataset=None, factory: Callable[[], nn.Module] = models.TinyGPT):
     """The result, after a check that every rank returns the same."""
     dataset = models.FixedRows() if dataset is None else dataset
 
