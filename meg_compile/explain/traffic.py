@@ -129,7 +129,7 @@ def _of_parameter(program: Program, name: str, stage: int) -> list[Collective]:
         return []
     whole = program.share(spec) * plan.dp * spec.dtype.itemsize
     when = ("forward", "backward") if plan.zero == 3 else ("step",)
-    return [Collective("all_gather", "dp", one, f"parameter {name}", whole, stage) for one in when]
+    return [Collective("all_gather", "dp", one, f"shard of {name}", whole, stage) for one in when]
 
 
 def _bytes(value: torch.Tensor) -> int:

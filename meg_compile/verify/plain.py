@@ -19,14 +19,16 @@ class Plain:
     """The user's model as they would train it: seed, build, widen, then `gradients` and `update` step by step.
 
     factory builds the model; loss is for models that return logits. Dropout is off. In half precision the weights are
-    float32, forward reads them rounded (so that their gradients are summed in float32), and logits are widened for the
-    loss.
+    float32, forward reads them rounded, a micro-batch at a time, and logits are widened for the loss: then sums over many
+    rows are in float32, where kernels such as a layer norm's backward on a CPU would add them up in half precision. (A
+    model that returns its loss reads the whole batch at once.)
     """
 
     def __init__(self, config: Any, factory: Callable[[], nn.Module], loss: Callable | None, dataset: Any, device):
         torch.manual_seed(config.train.seed)
         self.dtype = DTYPES[config.precision]
         self.model = factory().to(device=device, dtype=torch.float32 if self.dtype in HALVES else self.dtype).train()
+        self.rows = config.train.micro_batch_size
         self.loss, self.device, self.clip_grad = loss, device, config.train.clip_grad
         self.batches = batches_of(config, dataset)
         self.lr = learning_rates(config.optim, config.train.steps)
@@ -43,13 +45,7 @@ class Plain:
         """
         batch = {field: tensor.to(self.device) for field, tensor in self.batches[step].items()}
         with DropoutOff():
-            arguments = {param: batch[field] for field, param in bind(self.model, batch).items()}
-            out = self._forward(arguments)
-            loss = find_loss(out)
-            if loss is None:
-                assert self.loss is not None, "the model returns no loss, and none is configured"
-                loss = self.loss(_widened(find_logits(out)), batch["labels"])
-        loss = _widened(loss)
+            loss = _widened(self._loss(batch))
         while True:
             (loss * scale).backward(retain_graph=scale > 1)
             grads = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
@@ -60,7 +56,22 @@ class Plain:
             self.optimizer.zero_grad()
             scale /= 2
 
-    def _forward(self, arguments: dict[str, torch.Tensor]) -> Any:
+    def _loss(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        out = self._forward(batch)
+        if (loss := find_loss(out)) is not None:
+            return loss
+        assert self.loss is not None, "the model returns no loss, and none is configured"
+        logits, num_rows = find_logits(out), len(batch["labels"])
+        if self.dtype in HALVES and len(logits) == num_rows:
+            parts = [
+                dict(zip(batch, rows, strict=True))
+                for rows in zip(*(t.split(self.rows) for t in batch.values()), strict=True)
+            ]
+            logits = torch.cat([find_logits(self._forward(part)) for part in parts])
+        return self.loss(_widened(logits), batch["labels"])
+
+    def _forward(self, batch: dict[str, torch.Tensor]) -> Any:
+        arguments = {param: batch[field] for field, param in bind(self.model, batch).items()}
         with self._rounded() if self.dtype in HALVES else nullcontext():
             return self.model(**arguments)
 
