@@ -17,8 +17,8 @@ from meg_compile.verify.report import Difference, Report
 # float32 rounds at 6e-8: right ones were seen to differ by 2e-6, with GPT-2s of up to 24 layers or 5 million
 # parameters; faults show from 1e-3 on.
 # bfloat16 rounds at 4e-3 and float16 at 5e-4, at every activation. Where micro-batches round alike (tp=1), gradients
-# were seen to differ by 1e-8, with tp=2, whose partial sums are rounded, by 0.06 and 0.005 of their largest number (a layer
-# norm's bias). A gradient that is not summed over two replicas is off by 1, the norm by 0.3.
+# were seen to differ by 1e-8, with tp=2, whose partial sums are rounded, by 0.06 and 0.005 of their largest number
+# (a layer norm's bias). A gradient that is not summed over two replicas is off by 1, the norm by 0.3.
 TOLERANCES = {"fp64": 1e-9, "fp32": 1e-4, "bf16": 0.2, "fp16": 0.02}
 
 # A tensor's error is relative to its own largest number, but to no less than this share of the largest of its kind in

@@ -20,8 +20,8 @@ class Plain:
 
     factory builds the model; loss is for models that return logits. Dropout is off. In half precision the weights are
     float32, forward reads them rounded, a micro-batch at a time, and logits are widened for the loss: then sums over
-    many rows are in float32, where kernels such as a layer norm's backward on a CPU would add them up in half precision. (A
-    model that returns its loss reads the whole batch at once.)
+    many rows are in float32, where kernels such as the CPU's layer norm backward would add them up in half precision.
+    (A model that returns its loss reads the whole batch at once.)
     """
 
     def __init__(self, config: Any, factory: Callable[[], nn.Module], loss: Callable | None, dataset: Any, device):
