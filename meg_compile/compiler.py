@@ -79,11 +79,20 @@ def compile(
     stages = partition(parallel.graph, plan)
 
     params = _specify(captured, axes, choice.layout, stages, parallel.partial)
-    return Program(plan, fields, parts, stages, params, units, limits, draws, captured, axes, choice, source)
+    program = Program(plan, fields, parts, stages, params, units, limits, draws, captured, axes, choice, source)
+    _refuse_mixed_shards(program)
+    return program
 
 
 def _repeated(inputs: dict[str, torch.Tensor], times: int) -> dict[str, torch.Tensor]:
     return {name: torch.cat([rows] * times) for name, rows in inputs.items()}
+
+
+def _refuse_mixed_shards(program: Program) -> None:
+    dtypes = {str(spec.dtype).removeprefix("torch.") for spec in program.params.values() if program.splits(spec)}
+    if len(dtypes) > 1:
+        problem = f"replicas share parameters of one dtype, and this model has {' and '.join(sorted(dtypes))}"
+        raise Refused(Fault("plan.zero", program.plan.zero, problem, "give them one dtype, or use plan.zero=0"))
 
 
 def _on_meta(captured: Captured, axes: Axes, layout: Layout) -> dict[str, torch.Tensor]:

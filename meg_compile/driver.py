@@ -158,7 +158,7 @@ def loaded_program(config: Config, groups: Groups, device: torch.device, dataset
         if is_same:
             return program, executor
     program = compile_program(config, dataset)
-    executor = Executor(program, groups, device, config.train.seed)
+    executor = Executor(program, groups, device, config.train.seed, compiled=config.compile)
     executor.load()
     executor.seed(config.train.seed)
     return program, executor
@@ -174,7 +174,7 @@ def compare(
     off = DropoutOff() if config.dropout == "fast" else None
     with off or nullcontext():
         program = compile_program(config, dataset)
-        executor = Executor(program, groups, device, config.train.seed)
+        executor = Executor(program, groups, device, config.train.seed, compiled=config.compile)
         executor.load()
         factory, loss = (lambda: build_model(config)), loss_of(config)
         report = verify(config, program, executor, groups, factory, loss, dataset, steps=steps, update=update)

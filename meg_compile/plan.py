@@ -10,6 +10,7 @@ from meg_compile.mesh import Mesh
 from meg_compile.schedules import SCHEDULES
 from meg_compile.stage_layout import BadLayout, read_layout
 
+ZERO = (0, 1, 2, 3)
 RECOMPUTE = ("none", "selective", "full")
 
 
@@ -24,6 +25,7 @@ class Plan:
     cp        ranks that share every sequence (context parallel)
     sp        shard the sequence over the tp ranks between g and f (sequence parallel)
     schedule  one of `SCHEDULES`
+    zero      what replicas share of the model's states: 1 optimizer states, 2 and gradients, 3 and parameters
     stages    blocks per stage in order, pp*vpp numbers, or a layout in Megatron-LM's letters (`stage_layout`);
               None lets the compiler balance them
     split     of a model with two towers (encoder, decoder) the stage at which the second one starts; None finds the
@@ -39,6 +41,7 @@ class Plan:
     dp: int = 1
     cp: int = 1
     sp: bool = False
+    zero: int = 0
     schedule: str = "1f1b"
     stages: tuple[int, ...] | str | None = None
     split: int | None = None
@@ -77,6 +80,7 @@ def plan_faults(
     dp: int,
     cp: int,
     sp: bool,
+    zero: int,
     schedule: str,
     stages: Sequence[int] | str | None,
     split: int | None,
@@ -91,6 +95,9 @@ def plan_faults(
         for name, size in sizes.items()
         if size < 1
     ]
+    if zero not in ZERO:
+        fix = "use plan.zero=0 for none, 1 for optimizer states, 2 for gradients too, or 3 for parameters too"
+        faults.append(Fault("plan.zero", zero, "no such way to shard over replicas", fix))
     if schedule not in SCHEDULES:
         guess = nearest(schedule, SCHEDULES)
         hint = (f"did you mean {guess}? " if guess else "") + f"There are {', '.join(SCHEDULES)}"

@@ -16,7 +16,7 @@ from meg_compile.ops.counted import Places, row_keys
 from meg_compile.passes.choose import Choice
 from meg_compile.passes.dropout import KEYS
 from meg_compile.passes.partition import Stage
-from meg_compile.passes.tokens import Limit, Units
+from meg_compile.passes.tokens import HALVES, Limit, Units
 from meg_compile.plan import Plan
 
 
@@ -34,6 +34,7 @@ class Source(Protocol):
 class ParamSpec:
     """A parameter or buffer, whole and as ranks hold it.
 
+    dtype:     in which the graph reads it.
     persistent: the model's state_dict holds it; aliases are its other names there.
     shards:    for each tp rank the part that it holds.
     stages:    the stages that read it; the first one owns it (counts it, exports it).
@@ -54,6 +55,16 @@ class ParamSpec:
     @property
     def local_shape(self) -> tuple[int, ...]:
         return self.shards[0].local_shape
+
+    @property
+    def halved(self) -> bool:
+        """It is read in half precision, as a working copy of what is `held`."""
+        return not self.buffer and self.dtype in HALVES
+
+    @property
+    def held(self) -> torch.dtype:
+        """In which a rank keeps it, sums its gradients and moves it: the master of a half-precision one is float32."""
+        return torch.float32 if self.halved else self.dtype
 
     @property
     def sharded(self) -> bool:
@@ -148,6 +159,32 @@ class Program:
     def owner(self, spec: ParamSpec) -> int:
         """The pipeline rank whose copy of a parameter is counted and exported."""
         return self.pp_rank_of(spec.stages[0])
+
+    def splits(self, spec: ParamSpec) -> bool:
+        """Whether replicas share a parameter, each with some of its rows.
+
+        One that several stages of a pipeline rank read stays whole, as does one that no stage reads.
+        """
+        readers = [self.pp_rank_of(stage.index) for stage in self.stages if spec.name in stage.params]
+        shared = self.plan.zero > 0 and self.plan.dp > 1
+        fits = not spec.buffer and bool(spec.shape) and spec.dtype.is_floating_point
+        return shared and fits and 0 < len(readers) == len(set(readers))
+
+    def share(self, spec: ParamSpec) -> int:
+        """Entries of a parameter that a rank keeps and its optimizer moves: what replicas share is padded to whole rows
+        for each."""
+        if not self.splits(spec):
+            return spec.local_numel
+        num_rows = spec.local_shape[0]
+        return -(-num_rows // self.plan.dp) * (spec.local_numel // num_rows) if num_rows else 0
+
+    def weight_bytes(self, spec: ParamSpec) -> int:
+        """What a rank keeps of a parameter between steps, a working copy in half precision included.
+
+        Gradients and optimizer states come on top.
+        """
+        copy = spec.local_numel * spec.dtype.itemsize if spec.halved and not self.splits(spec) else 0
+        return self.share(spec) * spec.held.itemsize + copy
 
     def explain(self, num_micro_batches: int = 1, block: int = 0) -> str:
         """The axes, every pair, every Linear outside one and why, the graph of one block with its f and g, the stages,

@@ -137,8 +137,9 @@ CASES = [
     case("train.seed=null", "train.seed=null", "a whole number"),
     # choices
     case("task=trian", "task=trian", "did you mean train?", "explain, verify"),
-    case("precision=bf16", "precision=bf16", "not available yet", "fp32, fp64"),
-    case("precision=fp16", "precision=fp16", "not available yet", "fp32, fp64"),
+    case("precision=fp8", "precision=fp8", "no such choice", "fp64, fp32, bf16, fp16"),
+    case("train.loss_scale=1024", "train.loss_scale=1024", "scales no loss", "precision=fp16"),
+    case("precision=fp16 train.loss_scale=0", "train.loss_scale=0", "a factor", "65536"),
     case("precision=[fp32]", "precision=['fp32']", "did you mean fp32?"),
     case("plan.schedule=1b1f", "plan.schedule=1b1f", "1f1b", "gpipe"),
     case("optim.name=adam", "optim.name=adam", "adamw"),

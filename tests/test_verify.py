@@ -2,11 +2,13 @@
 
 import io
 import math
+from collections.abc import Callable
 
 import models
 import pytest
 import torch
 from rich.console import Console
+from torch import nn
 from training import config, on_ranks
 
 from meg_compile.models.gpt2 import GPT2
@@ -17,7 +19,9 @@ from meg_compile.verify import Difference, DropoutOff, Report, verify
 SETTINGS = {"optim__name": "adamw", "optim__lr": 1e-2, "optim__weight_decay": 0.1, "train__clip_grad": 1.0}
 
 
-def run_verify(settings, factory=models.TinyGPT, executor_class=Executor, steps=3, update=True):
+def run_verify(
+    settings, factory: Callable[[], nn.Module] = models.TinyGPT, executor_class=Executor, steps=3, update=True
+):
     dataset = models.FixedRows()
     ends = []
 

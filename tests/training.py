@@ -29,6 +29,7 @@ def config(**changes: Any) -> Config:
     plain: dict[str, Any] = {
         "task": "train",
         "precision": changes.pop("precision", "fp64"),
+        "compile": False,
         "dropout": changes.pop("dropout", "exact"),
         "model": {"_target_": "models.TinyGPT"},
         "loss": {"_target_": "meg_compile.models.loss.cross_entropy"},
@@ -39,6 +40,7 @@ def config(**changes: Any) -> Config:
             "dp": 1,
             "cp": 1,
             "sp": False,
+            "zero": 0,
             "schedule": "1f1b",
             "stages": None,
             "split": None,
@@ -50,7 +52,7 @@ def config(**changes: Any) -> Config:
         "optim": {"name": "sgd", "lr": 0.1, "min_lr": 0.0, "warmup_steps": 0, "weight_decay": 0.0, "betas": [0.9, 0.95]}
         | {"eps": 1e-8, "momentum": 0.0, "decay": "matrices", "schedule": "constant"},
         "train": {"steps": 5, "micro_batch_size": 2, "global_batch_size": 8, "seed": reference.SEED, "clip_grad": 0.0}
-        | {"check": False},
+        | {"loss_scale": None, "check": False},
         "verify": {"steps": 3, "tolerance": None},
         "launch": {"nproc": None, "device": "cpu", "threads": 1},
         "export": {"path": None},

@@ -13,7 +13,6 @@ from meg_compile.config.values import Mismatch, convert, describe, kind
 from meg_compile.errors import Fault, nearest
 
 UNSET_FIX = "add `defaults: [config, _self_]` at the top of your file, so that it starts from the defaults"
-LATER = {"bf16": "is not available yet", "fp16": "is not available yet"}
 
 
 @dataclass
@@ -133,7 +132,6 @@ def _mismatch(key: str, value: Any, hint: Any, wanted: str) -> Fault:
     shown = "null" if value is None else value
     if typing.get_origin(hint) is not typing.Literal:
         return Fault(key, shown, f"must be {wanted}, not {kind(value)}", f"use {describe(hint)}")
-    later = LATER.get(value) if isinstance(value, str) else None
-    guess = None if later else nearest(str(value), [str(one) for one in typing.get_args(hint)])
+    guess = nearest(str(value), [str(one) for one in typing.get_args(hint)])
     fix = f"did you mean {guess}? Use {wanted}" if guess else f"use {wanted}"
-    return Fault(key, shown, later or "no such choice", fix)
+    return Fault(key, shown, "no such choice", fix)

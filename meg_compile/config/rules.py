@@ -36,6 +36,7 @@ BOUNDS: dict[str, tuple[float, bool, str]] = {
     "train.global_batch_size": (1, True, "a count of rows"),
     "train.seed": (0, True, "a seed"),
     "train.clip_grad": (0, True, "a norm; 0 turns clipping off"),
+    "train.loss_scale": (0, False, "a factor"),
     "optim.lr": (0, False, "a step size"),
     "optim.min_lr": (0, True, "a step size"),
     "optim.warmup_steps": (0, True, "a count of steps"),
@@ -52,7 +53,7 @@ BOUNDS: dict[str, tuple[float, bool, str]] = {
 LARGEST = 2**31 - 1
 MOST = {"train.seed": 2**63 - 1, "launch.threads": 1024, "launch.nproc": 4096}
 MOST |= dict.fromkeys(("train.micro_batch_size", "train.global_batch_size", "data.seq_len"), 2**24)
-EXAMPLES = {"optim.lr": "0.001", "optim.eps": "1e-08", "verify.tolerance": "1e-09"}
+EXAMPLES = {"optim.lr": "0.001", "train.loss_scale": "65536", "optim.eps": "1e-08", "verify.tolerance": "1e-09"}
 
 
 def check(reading: Reading, here: Here) -> None:
@@ -167,6 +168,14 @@ def _learning_rate(v: Mapping[str, Any], here: Here) -> list[Fault]:
     return faults
 
 
+def _loss_scale(v: Mapping[str, Any], here: Here) -> list[Fault]:
+    scale, precision = v["train.loss_scale"], v["precision"]
+    if scale is None or precision == "fp16":
+        return []
+    problem = f"precision={precision} has the range of gradients, and scales no loss"
+    return [Fault("train.loss_scale", scale, problem, "use train.loss_scale=null, or precision=fp16")]
+
+
 def _betas(v: Mapping[str, Any], here: Here) -> list[Fault]:
     betas = v["optim.betas"]
     if len(betas) == 2 and all(0 <= beta < 1 for beta in betas):
@@ -230,6 +239,7 @@ RULES: tuple[Callable[[Mapping[str, Any], Here], list[Fault]], ...] = (
     _processes,
     _devices,
     _learning_rate,
+    _loss_scale,
     _betas,
     _momentum,
     _text,

@@ -29,6 +29,9 @@ class PlanConfig:
     """Ranks that share one sequence (context parallel); 1 for none."""
     sp: bool
     """Split the sequence over the tp ranks between layers (sequence parallel)."""
+    zero: int
+    """What the replicas share, instead of each holding it: 0 nothing, 1 optimizer states, 2 and gradients, 3 and
+    parameters."""
     schedule: str
     """Order of forward and backward passes, a name in `meg_compile.schedules`."""
     stages: list[int] | str | None
@@ -98,6 +101,8 @@ class TrainConfig:
     """Seed of the starting weights, dropout and row order."""
     clip_grad: float
     """Largest global gradient norm; 0 for no clipping."""
+    loss_scale: float | None
+    """What the loss is multiplied by in fp16, so that small gradients are not lost; null adapts it."""
     check: bool | None
     """Compare one step with the plain model before training; null for small models only."""
 
@@ -146,8 +151,11 @@ class Config:
 
     task: Literal["train", "explain", "verify"]
     """train the model, explain the plan without any process, or verify it against the plain model."""
-    precision: Literal["fp32", "fp64"]
-    """Floating-point format of weights, activations and gradients."""
+    precision: Literal["fp64", "fp32", "bf16", "fp16"]
+    """Floating-point format of the model. In bf16 and fp16 the weights that are trained, sums of gradients, their
+    reductions and the optimizer are in fp32."""
+    compile: bool
+    """Run every block through torch.compile; pays on GPUs, and the first step takes long."""
     dropout: Literal["exact", "fast"]
     """Masks that are the same under every plan (exact), or drawn by torch's generators as Megatron-LM does (fast)."""
     model: Target

@@ -60,10 +60,12 @@ def to_dict(program: Program, num_micro_batches: int = 1) -> dict[str, Any]:
                 "shape": spec.shape,
                 "local_shape": spec.local_shape,
                 "dtype": str(spec.dtype).removeprefix("torch."),
+                "held": str(spec.held).removeprefix("torch."),
                 "shards": [shard.runs for shard in spec.shards] if spec.sharded else None,
                 "stages": spec.stages,
                 "aliases": spec.aliases,
                 "partial_gradients": spec.partial,
+                "split_over_replicas": program.splits(spec),
             }
             for name, spec in program.params.items()
         },
@@ -92,6 +94,7 @@ def _plan(program: Program) -> str:
     plan, params = program.plan, program.params.values()
     total = sum(spec.numel for spec in params if spec.trainable)
     sizes = f"tp={plan.tp} x pp={plan.pp} x dp={plan.dp}" + (f", vpp={plan.vpp}" if plan.vpp > 1 else "")
+    sizes += f", zero={plan.zero}" if plan.zero else ""
     return "\n".join(
         [
             f"  {human_count(total)} parameters ({total:,}), {plan.mesh.size} ranks: {sizes}, schedule {plan.schedule}",
@@ -215,7 +218,7 @@ def _stages(program: Program) -> str:
     for stage in program.stages:
         layers = " .. ".join(dict.fromkeys((*stage.layers[:1], *stage.layers[-1:]))) or _without_layers(program, stage)
         size = params_of(program, stage)
-        bytes_held = sum(p.local_numel * p.dtype.itemsize for p in (program.params[n] for n in stage.params))
+        bytes_held = sum(program.weight_bytes(program.params[n]) for n in stage.params)
         rows.append(
             (
                 stage.index,

@@ -66,6 +66,7 @@ def collectives(program: Program) -> list[Collective]:
                 ]
         for name in stage.params:
             found += _of_gradient(program, name, stage.index)
+            found += _of_parameter(program, name, stage.index)
     if plan.mesh.size > 1:
         found.append(Collective("all_reduce", "world", "step", "checksums and counts", 8 * 4 * plan.dp, None))
         found.append(Collective("all_reduce", "world", "step", "loss and gradient norm", 8 * 2, None))
@@ -121,17 +122,32 @@ def _of_gradient(program: Program, name: str, stage: int) -> list[Collective]:
     here = [s for s in spec.stages if program.pp_rank_of(s) == program.pp_rank_of(stage)]
     if not spec.trainable or stage != here[0]:
         return []
-    size = spec.local_numel * spec.dtype.itemsize
+    split, size = program.splits(spec), program.share(spec) * spec.held.itemsize
     groups = {
         "tp": spec.partial and plan.tp > 1,
         "tied": len(program.holders(spec)) > 1,
-        "_".join(dim for dim in ("dp", "cp") if getattr(plan, dim) > 1): plan.dp * plan.cp > 1,
+        "_".join(dim for dim in ("dp", "cp") if getattr(plan, dim) > 1): plan.dp * plan.cp > 1 and not split,
+        "cp" if split else "": plan.cp > 1 and split,
     }
-    return [
+    found = [
         Collective("all_reduce", group, "step", f"gradient of {name}", size, stage)
         for group, sent in groups.items()
         if sent
     ]
+    if split:
+        when = "step" if plan.zero == 1 else "backward"
+        found.append(Collective("reduce_scatter", "dp", when, f"gradient of {name}", size * plan.dp, stage))
+    return found
+
+
+def _of_parameter(program: Program, name: str, stage: int) -> list[Collective]:
+    """What it costs to make whole what replicas share: once a step, or (zero=3) for each forward and backward."""
+    spec, plan = program.params[name], program.plan
+    if not program.splits(spec):
+        return []
+    whole = program.share(spec) * plan.dp * spec.dtype.itemsize
+    when = ("forward", "backward") if plan.zero == 3 else ("step",)
+    return [Collective("all_gather", "dp", one, f"shard of {name}", whole, stage) for one in when]
 
 
 def _bytes(value: torch.Tensor) -> int:

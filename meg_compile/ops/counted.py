@@ -104,7 +104,9 @@ def _opaque_keep_mask(
     places: Places = [[] for _ in range(ranks[0])]
     for dim, size, part in zip(dims, sizes, parts.split(","), strict=True):
         places[dim].append((size, part))
-    return keep_mask(keys, p, site, places, of_rows, Group(*ranks[1:3]), Group(*ranks[3:])).reshape(shape)
+    return keep_mask(keys, p, site, places, of_rows, Group(ranks[1], ranks[2]), Group(ranks[3], ranks[4])).reshape(
+        shape
+    )
 
 
 @_opaque_keep_mask.register_fake

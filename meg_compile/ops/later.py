@@ -41,9 +41,11 @@ class Later:
                 while taken:
                     weight, left, right = taken.pop(0)
                     if weight.grad is None:
-                        weight.grad = left.t() @ right
-                    else:
+                        weight.grad = (left.t() @ right).to(weight.dtype)
+                    elif weight.dtype == left.dtype:
                         weight.grad.addmm_(left.t(), right)
+                    else:
+                        weight.grad += left.t() @ right
 
         return compute
 
@@ -54,40 +56,53 @@ def _memory(x: torch.Tensor) -> int:
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, later: Later):
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        master: torch.Tensor,
+        later: Later,
+    ):
         ctx.save_for_backward(x)
-        ctx.weight, ctx.later = weight, later  # the parameter itself: what is saved may come back as another tensor
+        ctx.weight, ctx.master, ctx.later = weight, master, later  # what is saved may come back as another tensor
         return F.linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (x,), weight = ctx.saved_tensors, ctx.weight
         rows = grad.reshape(-1, grad.shape[-1])
-        ctx.later.add(weight, rows, x.reshape(-1, x.shape[-1]))
-        wants_x, _, wants_bias, _ = ctx.needs_input_grad
-        return grad @ weight if wants_x else None, None, rows.sum(0) if wants_bias else None, None
+        ctx.later.add(ctx.master, rows, x.reshape(-1, x.shape[-1]))
+        wants_x, _, wants_bias, *_ = ctx.needs_input_grad
+        return grad @ weight if wants_x else None, None, rows.sum(0) if wants_bias else None, None, None
 
 
 class _Addmm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, bias: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, later: Later):
+    def forward(
+        ctx: Any, bias: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, master: torch.Tensor, later: Later
+    ):
         ctx.save_for_backward(x)
-        ctx.weight, ctx.later = weight, later  # the parameter itself: what is saved may come back as another tensor
+        ctx.weight, ctx.master, ctx.later = weight, master, later
         return torch.addmm(bias, x, weight)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (x,), weight = ctx.saved_tensors, ctx.weight
-        ctx.later.add(weight, x, grad)
-        wants_bias, wants_x, _, _ = ctx.needs_input_grad
-        return grad.sum(0) if wants_bias else None, grad @ weight.t() if wants_x else None, None, None
+        ctx.later.add(ctx.master, x, grad)
+        wants_bias, wants_x, *_ = ctx.needs_input_grad
+        return grad.sum(0) if wants_bias else None, grad @ weight.t() if wants_x else None, None, None, None
 
 
-def linear_later(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, later: Later) -> torch.Tensor:
-    """F.linear: x [..., in], weight [out, in], bias [out]."""
-    return _Linear.apply(x, weight, bias, later)
+def linear_later(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, master: torch.Tensor, later: Later
+) -> torch.Tensor:
+    """F.linear: x [..., in], weight [out, in], bias [out]. master: the parameter that gets the weight's gradient."""
+    return _Linear.apply(x, weight, bias, master, later)
 
 
-def addmm_later(bias: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, later: Later) -> torch.Tensor:
-    """torch.addmm: bias [out], x [rows, in], weight [in, out]."""
-    return _Addmm.apply(bias, x, weight, later)
+def addmm_later(
+    bias: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, master: torch.Tensor, later: Later
+) -> torch.Tensor:
+    """torch.addmm: bias [out], x [rows, in], weight [in, out]; master as in `linear_later`."""
+    return _Addmm.apply(bias, x, weight, master, later)

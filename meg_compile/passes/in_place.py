@@ -8,6 +8,8 @@ products: each of them makes a new tensor for it.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
+
 from torch import fx
 
 from meg_compile.graph.nodes import base_name, operand
@@ -30,6 +32,19 @@ def in_place(graph: fx.Graph) -> None:
             continue
         if owned:
             node.kwargs = {"owned": True}
+
+
+def not_across(graph: fx.Graph, parts: Mapping[str, Collection[fx.Node]]) -> None:
+    """Give up what is owned where its memory comes from another part: what a part was given or has returned is kept for
+    its backward, by recomputation and by FSDP2."""
+    home = {node: name for name, nodes in parts.items() for node in nodes}
+    for node in graph.nodes:
+        if node.target in (reduce_from_tp, vocab_cross_entropy) and node.kwargs.get("owned"):
+            path = [operand(node, 0)]
+            while base_name(path[-1].target) in _VIEWS:
+                path.append(operand(path[-1], 0))
+            if any(home.get(value) != home.get(node) for value in path):
+                node.kwargs = {}
 
 
 def _is_only_reader(value: fx.Node) -> bool:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import torch
 from torch import fx
+from torch.fx.node import map_arg
 
 from meg_compile.graph.capture import Captured
 from meg_compile.graph.nodes import base_name
@@ -79,7 +80,7 @@ def _value(captured: Captured, node: fx.Node, value_of: ValueOf) -> torch.Tensor
                 if values[one].is_meta:
                     return None
                 continue
-            args, kwargs = fx.node.map_arg((one.args, one.kwargs), values.__getitem__)
+            args, kwargs = map_arg((one.args, one.kwargs), values.__getitem__)
             if "device" in kwargs:
                 kwargs = {**kwargs, "device": torch.device("cpu")}
             values[one] = one.target(*args, **kwargs)  # type: ignore[operator]

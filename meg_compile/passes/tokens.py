@@ -1,9 +1,9 @@
 """Make the loss of a micro-batch a sum over counted units, so that any cut of a global batch weighs alike.
 
 The mean over a global batch is the sum over all its counted tokens divided by their number, and that number is known
-from the labels before the step starts. A mean over counted labels becomes a sum, and the labels' own small graph
-counts. A mean over rows is the mean over micro-batches, and a sum over rows is their sum. A loss that is none of these,
-since its rows see each other, is right for one micro-batch on one replica alone.
+from the labels before the step starts. A mean over counted labels becomes a sum, in float32 or wider, and the labels'
+own small graph counts. A mean over rows is the mean over micro-batches, and a sum over rows is their sum. A loss that
+is none of these, since its rows see each other, is right for one micro-batch on one replica alone.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from meg_compile.passes.rows import Part, Verdict, unclamped
 aten = torch.ops.aten
 _LOSSES = ("cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d")
 WHOLE = "use plan.dp=1 and a train.micro_batch_size of the whole global batch"
+HALVES = (torch.bfloat16, torch.float16)
 
 
 @dataclass
@@ -76,7 +77,14 @@ def _whole(count: torch.Tensor) -> int:
 
 
 def sum_over_tokens(captured: Captured, verdict: Verdict) -> Units:
-    """Rewrite the graph's loss in place; says what it is a sum over."""
+    """Rewrite the graph's loss in place, in float32 or wider; says what it is a sum over."""
+    units = _units(captured, verdict)
+    output = next(n for n in reversed(captured.graph.nodes) if n.op == "output")
+    _in_float32(captured.graph, operand(output, 0))
+    return units
+
+
+def _units(captured: Captured, verdict: Verdict) -> Units:
     parts = verdict.parts
     if verdict.coupled:
         return Units(coupled=verdict.coupled)
@@ -116,12 +124,28 @@ def _sum_instead(graph: fx.Graph, mean: Part) -> None:
     """Replace a mean over what counts by the sum of the same."""
     node = mean.node
     if base_name(node.target) in _LOSSES:
+        _in_float32(graph, operand(node, 0))
         args = list(node.args) + [None, 1][len(node.args) - 2 :]
         args[3] = 2
         node.args = tuple(args)
+        node.meta["val"] = node.meta["val"].to(operand(node, 0).meta["val"].dtype)
     else:
-        node.replace_all_uses_with(operand(node, 0))
+        total = operand(node, 0)
+        if base_name(total.target) == "sum":
+            _in_float32(graph, operand(total, 0))
+            total.meta["val"] = total.meta["val"].to(operand(total, 0).meta["val"].dtype)
+        node.replace_all_uses_with(total)
         graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output"))
+
+
+def _in_float32(graph: fx.Graph, node: fx.Node) -> None:
+    """Widen a half-precision value for the readers that it has. Sums of many tokens do not fit in 8 or 11 bits."""
+    if node.meta["val"].dtype not in HALVES:
+        return
+    with graph.inserting_after(node):
+        wide = graph.call_function(aten.to.dtype, (node, torch.float32))
+    node.replace_all_uses_with(wide, delete_user_cb=lambda user: user is not wide)
+    wide.meta = dict(node.meta) | {"val": node.meta["val"].to(torch.float32)}
 
 
 @dataclass(frozen=True)

@@ -17,15 +17,21 @@ from meg_compile.passes.context import take_parts
 from meg_compile.program import ParamSpec, Program, Source
 from meg_compile.runtime.gradients import all_reduce_buckets
 from meg_compile.runtime.groups import Groups
+from meg_compile.runtime.precision import COPY
 from meg_compile.runtime.schedule import Batch, Run, one_stage, pipeline
 from meg_compile.runtime.stage import StageModule, bind
+from meg_compile.runtime.zero import Shards, rows
+
+META = torch.device("meta")
 
 
 class Executor:
     """Holds and runs what one rank holds and runs.
 
-    parameters:  this rank's trainable shards by the user's names.
-    tensors:     those and its frozen parameters and buffers; given, they are another executor's of the same plan.
+    parameters:  this rank's trainable shards by the user's names; under plan.zero, of replicas too.
+    tensors:     those and its frozen parameters and buffers; given, they are another executor's
+                 of the same plan, without plan.zero. A half-precision parameter is float32 here.
+    copies:      what the stages read of half-precision parameters; made from `tensors` when a step starts.
     """
 
     def __init__(
@@ -35,20 +41,30 @@ class Executor:
         device: torch.device,
         seed: int = 0,
         tensors: dict[str, torch.Tensor] | None = None,
+        compiled: bool = False,
     ):
         self.program, self.groups, self.device = program, groups, device
         at = groups.coords
         self.stages = [program.stages[i] for i in program.stage_of_rank(at.pp)]
         local = {s.index for s in self.stages}
         self.specs = {n: spec for n, spec in program.params.items() if local & set(spec.stages)}
-        self.tensors = tensors or {name: _allocate(spec, device) for name, spec in self.specs.items()}
-        self.parameters = {n: t for n, t in self.tensors.items() if isinstance(t, nn.Parameter) and t.requires_grad}
+        self.split = {name for name, spec in self.specs.items() if program.splits(spec)}
+        assert not (tensors and self.split), "shards of replicas cannot be lent"
+        whole = tensors or {n: _allocate(spec, META if n in self.split else device) for n, spec in self.specs.items()}
+        self.copies = {
+            n: torch.empty(s.local_shape, dtype=s.dtype, device=device)
+            for n, s in self.specs.items()
+            if s.halved and n not in self.split
+        }
         tp = Group(program.plan.tp, at.tp, groups.tp)
         rng = ShardRng(seed + 7919 * (1 + groups.rank), device)
         self.cp = Group(program.plan.cp, at.cp, groups.cp)
         bound = {TP: tp, CP: self.cp, RNG: rng}
-        modules = [bind(stage, program.plan, self.tensors, bound, device) for stage in self.stages]
-        self.modules: list[StageModule] = modules
+        read = whole | {f"{COPY}{name}": copy for name, copy in self.copies.items()}
+        self.modules: list[StageModule] = [bind(s, program.plan, read, bound, device, compiled) for s in self.stages]
+        self.shards = self._shard(whole) if self.split else None
+        self.tensors = whole | (self.shards.parameters if self.shards else {})
+        self.parameters = {n: t for n, t in self.tensors.items() if isinstance(t, nn.Parameter) and t.requires_grad}
         self.shared = self._shared_groups()
         self._runs: dict[int, Run] = {}
 
@@ -61,7 +77,7 @@ class Executor:
 
         def wanted(name: str):
             spec = self.specs.get(name)
-            return None if spec is None else lambda whole: spec.slice(whole.to(spec.dtype), tp_rank)
+            return None if spec is None else lambda whole: self._mine(spec, spec.slice(whole.to(spec.held), tp_rank))
 
         with torch.no_grad():
             for name, shard in source.replay(wanted, seed):
@@ -97,19 +113,32 @@ class Executor:
         num = next(iter(batch.values())).shape[0] // self.program.micro_batch_size
         if num not in self._runs:
             self._runs[num] = self._schedule(num)
+        if self.copies:
+            with torch.no_grad():
+                torch._foreach_copy_(list(self.copies.values()), [self.tensors[name] for name in self.copies])
+        if self.shards:
+            self.shards.begin()
         batch = take_parts({n: v.to(self.device) for n, v in batch.items()}, self.program.parts, self.cp)
         return self._runs[num](batch, scale, backward)
 
     def reduce_gradients(self) -> None:
         """Sum gradients over tp (partial ones), over the copies of tied parameters, and over dp and cp."""
+        if self.shards:
+            self.shards.finish()
         if self.groups.tp is not None:
             all_reduce_buckets((self._grad(n) for n in self.parameters if self.specs[n].partial), self.groups.tp)
         for names, group in self.shared:
             if group is not None:
                 all_reduce_buckets((self._grad(n) for n in names), group)
-        if self.groups.dp_cp is not None:
-            grads = (p.grad for p in self.parameters.values() if p.grad is not None)
-            all_reduce_buckets(grads, self.groups.dp_cp)
+        for apart, group in ((True, self.groups.cp), (False, self.groups.dp_cp)):
+            if group is not None:
+                reduced = (p.grad for n, p in self.parameters.items() if (n in self.split) == apart)
+                all_reduce_buckets((grad for grad in reduced if grad is not None), group)
+
+    def scale_gradients(self, factor: float) -> None:
+        grads = [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]
+        if factor != 1 and grads:
+            torch._foreach_mul_(grads, factor)
 
     def norm_squared(self) -> torch.Tensor:
         """This rank's share of the squared gradient norm: summed over the world it counts every parameter once."""
@@ -129,20 +158,32 @@ class Executor:
 
     def _assemble(self, spec: ParamSpec, kind: str) -> torch.Tensor | None:
         mesh, rank = self.groups.mesh, self.groups.rank
-        whole = torch.zeros(spec.shape, dtype=spec.dtype) if rank == 0 else None
+        whole = torch.zeros(spec.shape, dtype=spec.held) if rank == 0 else None
+        dp = self.program.plan.dp if self.program.splits(spec) else 1
         for tp_rank in range(self.program.plan.tp if spec.sharded else 1):
-            holder = mesh.rank(tp=tp_rank, pp=self.program.owner(spec))
-            part = torch.zeros(spec.local_shape, dtype=spec.dtype, device=self.device)
-            if rank == holder:
-                held = self.tensors[spec.name]
-                part = held.detach() if kind == "value" else part if held.grad is None else held.grad
-            if holder != 0 and rank == holder:
-                dist.send(part.contiguous(), 0)
-            elif holder != 0 and rank == 0:
-                dist.recv(part, holder)
+            local = torch.zeros(spec.local_shape, dtype=spec.held, device=self.device)
+            for dp_rank in range(dp):
+                holder = mesh.rank(tp=tp_rank, pp=self.program.owner(spec), dp=dp_rank)
+                part = rows(local, dp, dp_rank) if dp > 1 else local
+                if rank == holder:
+                    held = self.tensors[spec.name]
+                    found = held.detach() if kind == "value" else held.grad
+                    part.zero_() if found is None else part.copy_(found)
+                if holder != 0 and part.numel() and rank in (0, holder):
+                    dist.send(part, 0) if rank == holder else dist.recv(part, holder)
             if whole is not None:
-                spec.place(part.cpu(), tp_rank, whole)
+                spec.place(local.cpu(), tp_rank, whole)
         return whole
+
+    def _mine(self, spec: ParamSpec, local: torch.Tensor) -> torch.Tensor:
+        """This replica's rows of a tp rank's part."""
+        return rows(local, self.program.plan.dp, self.groups.coords.dp) if spec.name in self.split else local
+
+    def _shard(self, whole: dict[str, torch.Tensor]) -> Shards:
+        names = {p: name for name in self.split if isinstance(p := whole[name], nn.Parameter)}
+        read = {self.specs[name].dtype for name in self.split if self.specs[name].halved}
+        mesh = self.groups.device_mesh["dp"]
+        return Shards(self.modules, names, self.program.plan.zero, mesh, self.device, next(iter(read), None))
 
     def _grad(self, name: str) -> torch.Tensor:
         """A parameter's gradient; zero where no backward reached this rank's copy of it."""
@@ -153,7 +194,12 @@ class Executor:
 
     def _counts(self, spec: ParamSpec) -> bool:
         at = self.groups.coords
-        return at.dp == 0 and at.cp == 0 and at.pp == self.program.owner(spec) and (spec.sharded or at.tp == 0)
+        return (
+            (at.dp == 0 or spec.name in self.split)
+            and at.cp == 0
+            and at.pp == self.program.owner(spec)
+            and (spec.sharded or at.tp == 0)
+        )
 
     def _schedule(self, num_micro_batches: int) -> Run:
         if self.groups.pp is None:
@@ -183,5 +229,5 @@ class Executor:
 
 
 def _allocate(spec: ParamSpec, device: torch.device) -> torch.Tensor:
-    empty = torch.empty(spec.local_shape, dtype=spec.dtype, device=device)
+    empty = torch.empty(spec.local_shape, dtype=spec.held, device=device)
     return empty if spec.buffer else nn.Parameter(empty, requires_grad=spec.trainable)

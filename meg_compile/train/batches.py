@@ -17,7 +17,7 @@ from torch import Tensor
 from meg_compile.errors import Fault, Refused
 from meg_compile.train.rows import check_alike, fold, num_rows, read_row, seeded_reads
 
-DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Batches:

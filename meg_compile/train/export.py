@@ -39,10 +39,10 @@ def export(params: Mapping[str, Any], values: Iterable[tuple[str, Tensor | None]
     entries, offset = {}, 0
     params = {name: spec for name, spec in params.items() if spec.persistent}
     for name, spec in _by_alignment(params):
-        size = prod(spec.shape) * spec.dtype.itemsize
+        size = prod(spec.shape) * spec.held.itemsize
         for alias in (name, *spec.aliases):
             entries[alias] = {
-                "dtype": CODES[spec.dtype],
+                "dtype": CODES[spec.held],
                 "shape": list(spec.shape),
                 "data_offsets": [offset, offset + size],
             }
@@ -69,4 +69,4 @@ def export(params: Mapping[str, Any], values: Iterable[tuple[str, Tensor | None]
 
 def _by_alignment(params: Mapping[str, Any]) -> list[tuple[str, Any]]:
     """Wide dtypes first, so that every tensor starts at a multiple of its item size."""
-    return sorted(params.items(), key=lambda item: -item[1].dtype.itemsize)
+    return sorted(params.items(), key=lambda item: -item[1].held.itemsize)

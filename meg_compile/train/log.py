@@ -8,14 +8,15 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch.utils.tensorboard import SummaryWriter
 
-SCALARS = ("loss", "grad_norm", "lr", "tokens_per_s")
+SCALARS = ("loss", "grad_norm", "lr", "tokens_per_s", "loss_scale", "skipped")
 
 
 class RunLog:
     """A context that takes one record a step: to `metrics.jsonl`, to TensorBoard and to the console.
 
     On a terminal the console has one progress bar, elsewhere one line a step. A record holds `step` (from 1), `loss`,
-    `grad_norm`, `lr`, `tokens`, `step_s`, `tokens_per_s` and whatever else is to be kept in `metrics.jsonl`.
+    `grad_norm` (None for a skipped step), `lr`, `tokens`, `step_s`, `tokens_per_s`, in fp16 `loss_scale` and how many
+    steps were `skipped` so far, and whatever else is to be kept in `metrics.jsonl`.
     """
 
     def __init__(self, run_dir: Path, steps: int, console: Console | None = None):
@@ -41,7 +42,8 @@ class RunLog:
     def step(self, record: dict[str, Any]) -> None:
         print(json.dumps(record), file=self.metrics, flush=True)
         for name in SCALARS:
-            self.tensorboard.add_scalar(name, record[name], record["step"])
+            if record.get(name) is not None:
+                self.tensorboard.add_scalar(name, record[name], record["step"])
         if self.progress:
             self.progress.update(self.bar, completed=record["step"], description=_figures(record))
         else:
@@ -55,7 +57,9 @@ class RunLog:
 
 
 def _figures(record: dict[str, Any]) -> str:
+    norm = "overflow, skipped" if record["grad_norm"] is None else f"{record['grad_norm']:.4f}"
+    scale = f"  loss_scale {record['loss_scale']:g}  skipped {record['skipped']}" if "loss_scale" in record else ""
     return (
-        f"loss {record['loss']:.4f}  grad_norm {record['grad_norm']:.4f}  lr {record['lr']:.1e}  "
-        f"tokens/s {record['tokens_per_s']:,.0f}"
+        f"loss {record['loss']:.4f}  grad_norm {norm}  lr {record['lr']:.1e}  "
+        f"tokens/s {record['tokens_per_s']:,.0f}{scale}"
     )

@@ -1,5 +1,6 @@
 """Training a compiled program: the loop that every rank runs."""
 
+import math
 import time
 from contextlib import nullcontext
 from pathlib import Path
@@ -24,6 +25,7 @@ def train(config: Any, program: Any, executor: Any, groups: Any, dataset: Any, r
     with RunLog(run_dir, config.train.steps) if is_first else nullcontext() as log:
         for step in range(config.train.steps):
             step_started = time.perf_counter()
+            scaled = {"loss_scale": trainer.scale.value} if config.precision == "fp16" else {}
             gradients = trainer.gradients(step)
             lr = trainer.update(step, gradients.norm)
             step_s = time.perf_counter() - step_started
@@ -31,7 +33,7 @@ def train(config: Any, program: Any, executor: Any, groups: Any, dataset: Any, r
                 {
                     "step": step + 1,
                     "loss": gradients.loss,
-                    "grad_norm": gradients.norm,
+                    "grad_norm": gradients.norm if math.isfinite(gradients.norm) else None,
                     "lr": lr,
                     "tokens": gradients.tokens,
                     "step_s": step_s,
@@ -39,6 +41,8 @@ def train(config: Any, program: Any, executor: Any, groups: Any, dataset: Any, r
                     "rows": [f"{checksum:016x}" for checksum in gradients.checksums],
                 }
             )
+            if scaled:
+                records[-1] |= scaled | {"skipped": trainer.num_skipped}
             if log:
                 log.step(records[-1])
     train_s = time.perf_counter() - started

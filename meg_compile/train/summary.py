@@ -17,7 +17,7 @@ def summarize(
 
     tokens_per_s: over all steps but the first, which warms up, where there are more.
     """
-    num_local = sum(spec.local_numel for spec in executor.specs.values() if not spec.buffer)
+    num_local = sum(executor.tensors[name].numel() for name, spec in executor.specs.items() if not spec.buffer)
     per_rank = _gather([num_local, peak_memory_bytes(executor.device)], executor.device)
     steady = records[1:] or records
     plan, train = config.plan, config.train
@@ -27,7 +27,9 @@ def summarize(
         "plan": {"tp": plan.tp, "pp": plan.pp, "vpp": plan.vpp, "dp": plan.dp, "schedule": plan.schedule},
         "micro_batch_size": train.micro_batch_size,
         "global_batch_size": train.global_batch_size,
+        "precision": config.precision,
         "steps": len(records),
+        "skipped_steps": records[-1].get("skipped", 0) if records else 0,
         "loss_first": records[0]["loss"] if records else None,
         "loss_last": records[-1]["loss"] if records else None,
         "tokens": sum(record["tokens"] for record in records),
@@ -48,6 +50,8 @@ def show(result: dict[str, Any], console: Console | None = None) -> None:
     table.add_row("  per rank", _range(result["num_parameters_per_rank"], "{:,}"))
     if result["steps"]:
         table.add_row("loss", f"{result['loss_first']:.4f} -> {result['loss_last']:.4f} in {result['steps']} steps")
+        if result["skipped_steps"]:
+            table.add_row("", f"{result['skipped_steps']} of them skipped: gradients overflowed")
         table.add_row("tokens/s", f"{result['tokens_per_s']:,.0f}")
     else:
         table.add_row("loss", "no steps")
