@@ -51,6 +51,7 @@ class Counting:
         local = threaded.ProcessLocalGroup
         real_reduce, real_send = local.allreduce, local.send
         real_gather, real_exchange = local.all_gather_single, local.all_to_all_single
+        real_scatter = local.reduce_scatter_single
 
         def allreduce(group, tensor_list, *args, **kwargs):
             self.note("all_reduce", group, tensor_list)
@@ -64,6 +65,10 @@ class Counting:
             self.note("all_gather", group, [whole])
             return real_gather(group, whole, part, *args, **kwargs)
 
+        def scatter(group, part, whole, *args, **kwargs):
+            self.note("reduce_scatter", group, [whole])
+            return real_scatter(group, part, whole, *args, **kwargs)
+
         def exchange(group, received, sent, *args, **kwargs):  # how a reduce-scatter is done on the CPU
             self.note("reduce_scatter", group, [sent])
             return real_exchange(group, received, sent, *args, **kwargs)
@@ -73,6 +78,7 @@ class Counting:
             patch.object(local, "send", send),
             patch.object(local, "all_gather_single", gather),
             patch.object(local, "all_to_all_single", exchange),
+            patch.object(local, "reduce_scatter_single", scatter),
         )
 
     def note(self, kind, group, tensors):
