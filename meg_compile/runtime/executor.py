@@ -15,7 +15,7 @@ from meg_compile.ops.dropout import ShardRng
 from meg_compile.ops.group import Group
 from meg_compile.passes.context import take_parts
 from meg_compile.program import ParamSpec, Program, Source
-from meg_compile.runtime.gradients import all_reduce_buckets
+from meg_compile.runtime.gradients import Overlapped, all_reduce_buckets
 from meg_compile.runtime.groups import Groups
 from meg_compile.runtime.precision import COPY
 from meg_compile.runtime.schedule import Batch, Run, one_stage, pipeline
@@ -65,6 +65,7 @@ class Executor:
         self.shards = self._shard(whole) if self.split else None
         self.tensors = whole | (self.shards.parameters if self.shards else {})
         self.parameters = {n: t for n, t in self.tensors.items() if isinstance(t, nn.Parameter) and t.requires_grad}
+        self.overlapped, self.is_reducing = self._overlapped(), False
         self.shared = self._shared_groups()
         self._runs: dict[int, Run] = {}
 
@@ -95,12 +96,16 @@ class Executor:
         at = self.groups.coords
         torch.manual_seed(seed + 100 * at.pp + 10007 * at.dp + 1000003 * at.cp)
 
-    def run(self, batch: Batch, scale: float) -> float:
+    def run(self, batch: Batch, scale: float, reduce: bool = False) -> float:
         """Forward and backward over all micro-batches of a replica's rows {field: [rows, ...]}.
 
         Returns the sum of scale * loss on the ranks of the last stage, 0.0 on others; adds to the gradients.
+        reduce: sums over replicas may start in backward; gradients must be empty before, and `reduce_gradients` follow.
         MegError for an index outside its vocabulary.
         """
+        if reduce and self.overlapped:
+            self.overlapped.start(self._num_micro_batches(batch))
+            self.is_reducing = True
         return self._run(batch, scale, True)
 
     def evaluate(self, batch: Batch, scale: float) -> float:
@@ -110,7 +115,7 @@ class Executor:
     def _run(self, batch: Batch, scale: float, backward: bool) -> float:
         for limit in self.program.limits:
             limit.check(batch)
-        num = next(iter(batch.values())).shape[0] // self.program.micro_batch_size
+        num = self._num_micro_batches(batch)
         if num not in self._runs:
             self._runs[num] = self._schedule(num)
         if self.copies:
@@ -121,19 +126,25 @@ class Executor:
         batch = take_parts({n: v.to(self.device) for n, v in batch.items()}, self.program.parts, self.cp)
         return self._runs[num](batch, scale, backward)
 
+    def _num_micro_batches(self, batch: Batch) -> int:
+        return next(iter(batch.values())).shape[0] // self.program.micro_batch_size
+
     def reduce_gradients(self) -> None:
         """Sum gradients over tp (partial ones), over the copies of tied parameters, and over dp and cp."""
         if self.shards:
             self.shards.finish()
+        is_reduced, self.is_reducing = self.is_reducing, False
+        if is_reduced and self.overlapped:
+            self.overlapped.finish()
         if self.groups.tp is not None:
             all_reduce_buckets((self._grad(n) for n in self.parameters if self.specs[n].partial), self.groups.tp)
         for names, group in self.shared:
             if group is not None:
                 all_reduce_buckets((self._grad(n) for n in names), group)
-        for apart, group in ((True, self.groups.cp), (False, self.groups.dp_cp)):
+        for apart, group in ((True, self.groups.cp), (False, None if is_reduced else self.groups.dp_cp)):
             if group is not None:
-                reduced = (p.grad for n, p in self.parameters.items() if (n in self.split) == apart)
-                all_reduce_buckets((grad for grad in reduced if grad is not None), group)
+                found = (p.grad for n, p in self.parameters.items() if (n in self.split) == apart)
+                all_reduce_buckets((grad for grad in found if grad is not None), group)
 
     def scale_gradients(self, factor: float) -> None:
         grads = [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]
@@ -205,6 +216,10 @@ class Executor:
         if self.groups.pp is None:
             return one_stage(self.program, self.modules[0])
         return pipeline(self.program, self.modules, self.stages, self.groups.pp, self.device, num_micro_batches)
+
+    def _overlapped(self) -> Overlapped | None:
+        whole = [p for n, p in self.parameters.items() if n not in self.split]
+        return Overlapped(whole, self.groups.dp_cp) if whole and self.groups.dp_cp is not None else None
 
     def _shared_groups(self) -> list[tuple[list[str], dist.ProcessGroup | None]]:
         """Tied parameters by the pipeline ranks that hold copies, each with this rank's group of holders.

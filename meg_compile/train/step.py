@@ -50,7 +50,7 @@ class Trainer:
             batch, self.program.count(batch), self.groups.mesh.dp, coords.dp, device, where, self.program.labels(batch)
         )
         scale = self.scale.value
-        loss = self.executor.run(batch, scale * self.program.units.scale(agreed.tokens))
+        loss = self.executor.run(batch, scale * self.program.units.scale(agreed.tokens), reduce=True)
         self.executor.reduce_gradients()
         # The last stage's tp ranks all hold their replica's share of the loss; ranks of other stages give 0.
         sums = torch.tensor([loss if coords.tp == 0 else 0.0, 0.0], dtype=torch.float64, device=device)
