@@ -51,7 +51,8 @@ def run(
         write_json(run_dir / "plan.json", program.to_dict(config.num_microbatches))
         if config.task == "explain":
             return show_plan(config, program, run_dir)
-        print(f"{config.task}: {_sizes(config)}; run directory {run_dir}", flush=True)
+        processes = "1 process" if config.num_ranks == 1 else f"{config.num_ranks} processes, {program.plan}"
+        print(f"{config.task}: {processes}; run directory {run_dir}", flush=True)
         if program.units.unclear and config.num_microbatches * config.plan.dp > 1 and not config.train.check:
             unknown = f"whether the loss of a micro-batch sees only its own rows is not known: {program.units.unclear}"
             print(f"warning: {unknown}; train.check=true compares a step", file=sys.stderr, flush=True)
@@ -186,10 +187,3 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
     part = path.with_suffix(".part")
     part.write_text(json.dumps(value, indent=2) + "\n")
     part.replace(path)
-
-
-def _sizes(config: Config) -> str:
-    if config.num_ranks == 1:
-        return "1 process"
-    sizes = {name: getattr(config.plan, name) for name in ("tp", "cp", "dp", "pp", "vpp")}
-    return f"{config.num_ranks} processes, " + " ".join(f"{name}={size}" for name, size in sizes.items() if size > 1)

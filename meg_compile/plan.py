@@ -58,6 +58,13 @@ class Plan:
         """The ranks of this plan."""
         return Mesh(tp=self.tp, cp=self.cp, dp=self.dp, pp=self.pp)
 
+    def __str__(self) -> str:
+        """What it does, as settings: "tp=2 pp=2 sp zero=1 1f1b"."""
+        said = [f"{name}={getattr(self, name)}" for name in ("tp", "cp", "dp", "pp", "vpp") if getattr(self, name) > 1]
+        said += ["sp"] * (self.sp and self.tp > 1) + [f"zero={self.zero}"] * (self.zero > 0 and self.dp > 1)
+        said += [self.schedule] * (self.pp > 1) + [f"recompute={self.recompute}"] * (self.recompute != "none")
+        return " ".join(said) or "one rank"
+
     @property
     def num_stages(self) -> int:
         """Pipeline stages in all: pp ranks with vpp each."""

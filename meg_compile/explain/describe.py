@@ -93,11 +93,9 @@ def params_of(program: Program, stage: Stage) -> int:
 def _plan(program: Program) -> str:
     plan, params = program.plan, program.params.values()
     total = sum(spec.numel for spec in params if spec.trainable)
-    sizes = f"tp={plan.tp} x pp={plan.pp} x dp={plan.dp}" + (f", vpp={plan.vpp}" if plan.vpp > 1 else "")
-    sizes += f", zero={plan.zero}" if plan.zero else ""
     return "\n".join(
         [
-            f"  {human_count(total)} parameters ({total:,}), {plan.mesh.size} ranks: {sizes}, schedule {plan.schedule}",
+            f"  {human_count(total)} parameters ({total:,}), {plan.mesh.size} ranks: {plan}",
             f"  loss: {_loss(program)}",
         ]
     )

@@ -50,11 +50,9 @@ def verify(
     right runs part there, while the update from equal gradients must agree.
     """
     tolerance = config.verify.tolerance or TOLERANCES[config.precision]
-    plan = config.plan
-    ranks = f"tp={plan.tp} pp={plan.pp} vpp={plan.vpp} dp={plan.dp}"
     draws = program.draws
     dropout = f"{len(draws)} dropouts with the same masks" if draws else "dropout off"
-    report = Report(f"{ranks}, {config.precision}, against the plain model ({dropout})", tolerance)
+    report = Report(f"{program.plan}, {config.precision}, against the plain model ({dropout})", tolerance)
     trainer = Trainer(config, program, executor, groups, dataset)
     plain = Plain(config, factory, loss, dataset, executor.device, draws) if groups.rank == 0 else None
     found = report.differences
