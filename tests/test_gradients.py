@@ -2,11 +2,13 @@
 
 import pytest
 import torch.distributed as dist
-from models import FixedRows
+from models import FixedRows, TinyGPT
 from training import config, on_ranks
 
+from meg_compile.models.loss import cross_entropy
 from meg_compile.runtime import gradients
 from meg_compile.train.batches import batches_of
+from meg_compile.verify import verify
 
 
 @pytest.mark.parametrize("plan", [{"dp": 2}, {"pp": 2, "dp": 2}, {"tp": 2, "dp": 2}, {"cp": 2}], ids=str)
@@ -33,3 +35,14 @@ def test_buckets_go_out_early_and_hold_the_sums(plan, monkeypatch):
         assert all(early == total > 1 for early, total in later), "all of them were on their way before backward ended"
         for grads in others:
             assert all((grads[name] - grad).abs().max() < 1e-12 for name, grad in right.items())
+
+
+def test_a_schedule_that_splits_backward_sums_afterwards():
+    """Gradients that wait for the bubble are no part of what autograd sees."""
+    settings = config(plan__pp=2, plan__dp=2, plan__vpp=2, plan__schedule="zbv_zero_bubble", train__steps=3)
+
+    def work(program, executor, groups):
+        return verify(settings, program, executor, groups, TinyGPT, cross_entropy, FixedRows(), steps=3)
+
+    report = on_ranks(settings, work)[0]
+    assert report.ok, report.worst()

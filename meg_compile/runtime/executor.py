@@ -218,6 +218,9 @@ class Executor:
         return pipeline(self.program, self.modules, self.stages, self.groups.pp, self.device, num_micro_batches)
 
     def _overlapped(self) -> Overlapped | None:
+        """None where there are no replicas, or where a schedule computes gradients of weights beside autograd."""
+        if any(module.later for module in self.modules):
+            return None
         whole = [p for n, p in self.parameters.items() if n not in self.split]
         return Overlapped(whole, self.groups.dp_cp) if whole and self.groups.dp_cp is not None else None
 

@@ -1,5 +1,6 @@
 """What a comparison found."""
 
+import math
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -28,9 +29,9 @@ class Difference:
         return self.error <= self.tolerance  # false for nan
 
     @property
-    def severity(self) -> float:
+    def severity(self) -> tuple[bool, float]:
         """For sorting: failures first, then by error."""
-        return float("inf") if self.error != self.error else self.error + (0 if self.ok else 1e300)
+        return not self.ok, math.inf if math.isnan(self.error) else self.error
 
 
 @dataclass
