@@ -38,7 +38,7 @@ def peaks(plan, layers, micro_batches=1):
         gate.wait()
         executor.load()
         gate.wait()
-        with holding(executor.parameters.values()) as held:
+        with holding([*executor.tensors.values(), *executor.copies.values()]) as held:
             executor.run(batch, 1.0)
         return held.peak
 

@@ -58,7 +58,7 @@ def step(factory, **plan):
         torch.manual_seed(7)
         batch = batches_of(settings, FixedRows(), groups.mesh.dp, groups.coords.dp)[0]
         batch = program.keyed(batch, 7, 0, list(range(8)))
-        with holding(executor.parameters.values()) as held:
+        with holding([*executor.tensors.values(), *executor.copies.values()]) as held:
             loss = executor.run(batch, 1.0)
         executor.reduce_gradients()
         return held.peak, loss, dict(executor.gather("grad"))
