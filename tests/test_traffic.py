@@ -174,12 +174,16 @@ PLANS = [
     Plan(tp=2, pp=2, dp=2, sp=True),
     Plan(cp=2, tp=2, sp=True),
     Plan(cp=2, dp=2),
+    Plan(tp=2, recompute="full"),
+    Plan(tp=2, sp=True, recompute="full"),
+    Plan(cp=2, tp=2, recompute="selective"),
 ]
 
 
 def name(plan):
     sizes = [f"{dim}{getattr(plan, dim)}" for dim in ("tp", "cp", "pp", "vpp", "dp") if getattr(plan, dim) > 1]
-    return "-".join(sizes) + "-sp" * plan.sp + "-gpipe" * (plan.schedule == "gpipe")
+    recompute = "" if plan.recompute == "none" else f"-{plan.recompute}"
+    return "-".join(sizes) + recompute + "-sp" * plan.sp + "-gpipe" * (plan.schedule == "gpipe")
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from meg_compile.ops.collectives import (
 )
 from meg_compile.ops.context import context_attention
 from meg_compile.ops.vocabulary import vocab_cross_entropy
+from meg_compile.passes.blocks import find_repeated
 
 if TYPE_CHECKING:
     from meg_compile.program import Program
@@ -53,10 +54,19 @@ def collectives(program: Program) -> list[Collective]:
     """All messages of a training step, in no particular order. An axis of one rank sends nothing."""
     plan, found = program.plan, []
     for stage in program.stages:
+        repeated = find_repeated(stage.graph, plan)
         for node in stage.graph.nodes:
             group = "cp" if node.target is context_attention else "tp"
-            for kind, when, what, size in _of_node(node, plan.cp):
-                found.append(Collective(kind, group, when, what, size, stage.index))
+            messages = _of_node(node, plan.cp)
+            if node in repeated:
+                messages += [
+                    (kind, "backward", f"{what} again", size)
+                    for kind, when, what, size in messages
+                    if when == "forward"
+                ]
+            elif node.target is gather_to_tp and any(_keeps(user, node) for user in node.users):
+                messages.append(("all_gather", "backward", f"{node.args[0]} again", _bytes(node.meta["val"])))
+            found += [Collective(kind, group, when, what, size, stage.index) for kind, when, what, size in messages]
         for when, values, other in (("forward", stage.sent, 1), ("backward", stage.received, -1)):
             if values and plan.rank_of(stage.index) != plan.rank_of(stage.index + other):
                 found += [
@@ -97,8 +107,6 @@ def _of_node(node: fx.Node, cp: int) -> list[tuple[str, str, str, int]]:
         found = [] if forward is None else [(forward, "forward", what, size)]
         if backward is not None and node.meta["grad"]:
             found.append((backward, "backward", f"gradient of {what}", size))
-        if node.target is gather_to_tp and any(_keeps(user, node) for user in node.users):
-            found.append(("all_gather", "backward", f"{what} again", size))
         return found
     if node.target is vocab_cross_entropy:
         logits = operand(node, 0).meta["val"]

@@ -8,9 +8,11 @@ selective recomputation keeps everything but these (Korthikanti et al. 2022, arX
 
 from __future__ import annotations
 
+import torch
 from torch import fx
 
 from meg_compile.graph.nodes import PRODUCTS, base_name
+from meg_compile.plan import Plan
 
 _BETWEEN = set(
     "add sub mul div truediv neg tanh pow exp where masked_fill to _to_copy type_as float expand reshape view "
@@ -37,6 +39,37 @@ def find_blocks(graph: fx.Graph) -> dict[str, list[fx.Node]]:
             found[name].append(node)
         last = layer
     return found
+
+
+def find_repeated(graph: fx.Graph, plan: Plan) -> set[fx.Node]:
+    """The operators of a stage whose forward backward runs again: of each part that is recomputed, those up to the last
+    that keeps something for backward."""
+    repeated: set[fx.Node] = set()
+    if plan.recompute == "none":
+        return repeated
+    cores = find_cores(graph).values()
+    for i, block in enumerate(find_blocks(graph).values()):
+        if i % plan.recompute_every == 0:
+            inside = set(block)
+            parts = [block] if plan.recompute == "full" else [core for core in cores if inside.issuperset(core)]
+            for part in parts:
+                keeping = [at for at, node in enumerate(part) if _keeps_something(node)]
+                repeated.update(part[: keeping[-1] + 1] if keeping else ())
+    return repeated
+
+
+def _keeps_something(node: fx.Node) -> bool:
+    tensors = sum(isinstance(n.meta.get("val"), torch.Tensor) for n in node.all_input_nodes)
+    by_a_number = base_name(node.target) in ("mul", "div", "truediv") and tensors < 2
+    return bool(node.meta.get("grad")) and base_name(node.target) not in _KEEP_NOTHING and not by_a_number
+
+
+_KEEP_NOTHING = set(
+    """add sub neg to _to_copy reshape view _unsafe_view flatten unflatten transpose permute unsqueeze squeeze expand
+    slice split split_with_sizes chunk unbind select cat stack clone contiguous getitem copy_to_tp reduce_from_tp
+    gather_to_tp scatter_from_tp gather_sequence cut_sequence part_of context_part""".split()
+)
+)
 
 
 def part_name(layer: str) -> str:
