@@ -69,7 +69,6 @@ _KEEP_NOTHING = set(
     slice split split_with_sizes chunk unbind select cat stack clone contiguous getitem copy_to_tp reduce_from_tp
     gather_to_tp scatter_from_tp gather_sequence cut_sequence part_of context_part""".split()
 )
-)
 
 
 def part_name(layer: str) -> str:
