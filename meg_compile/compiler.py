@@ -13,10 +13,9 @@ from meg_compile.axes.layout import Layout, Shard, shard
 from meg_compile.errors import Fault, Refused
 from meg_compile.graph.capture import Captured, Loss, capture
 from meg_compile.models.loss import cross_entropy
-from meg_compile.ops.group import Group
 from meg_compile.passes.check import check_shapes
 from meg_compile.passes.choose import choose
-from meg_compile.passes.context import context_parallel, take_parts
+from meg_compile.passes.context import share_context
 from meg_compile.passes.dropout import draw_by_counters, find_draws
 from meg_compile.passes.in_place import in_place
 from meg_compile.passes.masks import fold_masks
@@ -58,29 +57,23 @@ def compile(
     fold_masks(captured, source.value)
     verdict = judge(captured, lambda times: capture(module, _repeated(inputs, times), loss, source.value, training))
     units, limits = sum_over_tokens(captured, verdict), find_limits(captured.graph)
-    if units.coupled and plan.dp > 1:
-        problem = f"the loss couples the rows of a batch ({units.coupled}), and a replica sees only its own"
-        raise Refused(Fault("plan.dp", plan.dp, problem, WHOLE))
     if dropout == "exact":
-        inputs = inputs | draw_by_counters(captured, rows=next(iter(inputs.values())).shape[0])
-    axes, fields = infer(captured.graph, captured.tensors), {name: inputs[name].to("meta") for name in captured.fields}
+        draw_by_counters(captured)
+    fields = captured.examples()
+    axes = infer(captured.graph, captured.tensors)
     draws = find_draws(axes)
-    parts: dict[str, int] = {}
-    if plan.cp > 1:
-        captured.graph, parts = context_parallel(captured.graph, axes, plan, units.tokens)
-        inputs = take_parts(inputs, parts, Group(plan.cp))
-        check_shapes(captured.graph, plan, {n: t.to("meta") for n, t in captured.tensors.items()}, inputs)
-        axes = infer(captured.graph, captured.tensors)
+    axes, parts = share_context(captured, axes, plan, units.tokens)
+
     choice = choose(axes, plan)
     sequence = shard_sequence(axes, choice.layout, plan)
     parallel = tensor_parallel(captured.graph, axes, choice.layout, sequence)
-    check_shapes(parallel.graph, plan, _on_meta(captured, axes, choice.layout), inputs)
+    check_shapes(parallel.graph, plan, _on_meta(captured, axes, choice.layout))
     in_place(parallel.graph)
     stages = partition(parallel.graph, plan)
 
     params = _specify(captured, axes, choice.layout, stages, parallel.partial)
     program = Program(plan, fields, parts, stages, params, units, limits, draws, captured, axes, choice, source)
-    _refuse_mixed_shards(program)
+    _refuse_replicas(program)
     return program
 
 
@@ -88,11 +81,16 @@ def _repeated(inputs: dict[str, torch.Tensor], times: int) -> dict[str, torch.Te
     return {name: torch.cat([rows] * times) for name, rows in inputs.items()}
 
 
-def _refuse_mixed_shards(program: Program) -> None:
+def _refuse_replicas(program: Program) -> None:
+    """Refused for a loss that no replica can compute of its own rows, and for states that they cannot share."""
+    plan, units = program.plan, program.units
+    if units.coupled and plan.dp > 1:
+        problem = f"the loss couples the rows of a batch ({units.coupled}), and a replica sees only its own"
+        raise Refused(Fault("plan.dp", plan.dp, problem, WHOLE))
     dtypes = {str(spec.dtype).removeprefix("torch.") for spec in program.params.values() if program.splits(spec)}
     if len(dtypes) > 1:
         problem = f"replicas share parameters of one dtype, and this model has {' and '.join(sorted(dtypes))}"
-        raise Refused(Fault("plan.zero", program.plan.zero, problem, "give them one dtype, or use plan.zero=0"))
+        raise Refused(Fault("plan.zero", plan.zero, problem, "give them one dtype, or use plan.zero=0"))
 
 
 def _on_meta(captured: Captured, axes: Axes, layout: Layout) -> dict[str, torch.Tensor]:

@@ -48,6 +48,11 @@ class Captured:
     state: set[str]
     fields: tuple[str, ...]
 
+    def examples(self) -> dict[str, torch.Tensor]:
+        """One micro-batch of each field, on meta."""
+        inputs = [node for node in self.graph.nodes if node.op == "placeholder"]
+        return {str(n.target): torch.empty_like(n.meta["val"], device="meta") for n in inputs}
+
 
 class _Step(nn.Module):
     """The model and its loss as one module that takes the fields of a batch in order."""

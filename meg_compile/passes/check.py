@@ -21,18 +21,21 @@ from meg_compile.plan import Plan
 META = torch.device("meta")
 
 
-def check_shapes(
-    graph: fx.Graph, plan: Plan, tensors: dict[str, torch.Tensor], inputs: dict[str, torch.Tensor]
-) -> None:
+def check_shapes(graph: fx.Graph, plan: Plan, tensors: dict[str, torch.Tensor]) -> None:
     """Run the graph on meta tensors; leaves every node's local value in meta["val"].
 
     tensors: the local parameters and buffers, on meta. MegError for a shape that the axes do not predict.
     """
     retarget(graph, META)
     root: dict[str, Any] = {**tensors, TP: Group(plan.tp), CP: Group(plan.cp), RNG: None}
-    names = [str(n.target) for n in graph.nodes if n.op == "placeholder"]
+    inputs = [_local_input(node) for node in graph.nodes if node.op == "placeholder"]
     with torch.no_grad():
-        _Trial(root, graph).run(*(inputs[name].to(META) for name in names))
+        _Trial(root, graph).run(*inputs)
+
+
+def _local_input(node: fx.Node) -> torch.Tensor:
+    shape = [node.meta["layout"].local(dim) for dim in node.meta["dims"]]
+    return torch.empty(shape, dtype=node.meta["val"].dtype, device=META)
 
 
 class _Trial(fx.Interpreter):

@@ -15,29 +15,41 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from meg_compile.axes.atoms import Dims, atoms, leaves
-from meg_compile.axes.infer import Axes
+from meg_compile.axes.infer import Axes, infer
 from meg_compile.axes.layout import Layout
 from meg_compile.axes.op import Op, each
 from meg_compile.errors import Fault, Refused
+from meg_compile.graph.capture import Captured
 from meg_compile.graph.nodes import CP, source_line
 from meg_compile.ops.context import context_attention, context_part
 from meg_compile.ops.counted import exact_attention
 from meg_compile.ops.group import Group, own_chunks
+from meg_compile.passes.check import check_shapes
 from meg_compile.passes.dropout import places
 from meg_compile.passes.sequence import find_sequences
 from meg_compile.plan import Plan
 
 
-def context_parallel(graph: fx.Graph, axes: Axes, plan: Plan, sums_tokens: bool) -> tuple[fx.Graph, dict[str, int]]:
-    """(the rewritten graph, the dim of the sequence in each field of the batch that has one).
+def share_context(captured: Captured, axes: Axes, plan: Plan, sums_tokens: bool) -> tuple[Axes, dict[str, int]]:
+    """Rewrites the captured graph; (its axes, the dim of the sequence in each field of the batch that has one).
 
     Refused, with each operator that stands in the way, where the sequence cannot be shared out.
 
     sums_tokens: the loss is a sum over tokens.
     """
+    if plan.cp == 1:
+        return axes, {}
     layout = Layout(plan.cp, find_sequences(axes))
     if faults := _faults(axes, layout, plan, sums_tokens):
         raise Refused(faults)
+    inputs = [(node, axes.ops[node].out) for node in captured.graph.nodes if node.op == "placeholder"]
+    fields = {str(node.target): i for node, dims in inputs for i, dim in enumerate(dims) if layout.holds(dim)}
+    captured.graph = _on_parts(captured.graph, axes, layout)
+    check_shapes(captured.graph, plan, {name: tensor.to("meta") for name, tensor in captured.tensors.items()})
+    return infer(captured.graph, captured.tensors), fields
+
+
+def _on_parts(graph: fx.Graph, axes: Axes, layout: Layout) -> fx.Graph:
     new, env, parts = fx.Graph(), {}, {}
     group = new.get_attr(CP)
 
@@ -67,9 +79,7 @@ def context_parallel(graph: fx.Graph, axes: Axes, plan: Plan, sums_tokens: bool)
         env[node].meta = _described(node, op, layout)
         if op.constant:
             env[node].meta["layout"] = Layout(1, frozenset())
-    inputs = [(node, axes.ops[node].out) for node in graph.nodes if node.op == "placeholder"]
-    fields = {str(node.target): i for node, dims in inputs for i, dim in enumerate(dims) if layout.holds(dim)}
-    return new, fields
+    return new
 
 
 def _described(node: fx.Node, op: Op, layout: Layout) -> dict[str, Any]:

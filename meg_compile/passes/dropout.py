@@ -25,22 +25,21 @@ KEYS = "dropout_keys"
 """The field: int64 [rows, 2] of `meg_compile.ops.counted.row_keys`."""
 
 
-def draw_by_counters(captured: Captured, rows: int) -> dict[str, torch.Tensor]:
-    """The field for the keys, on meta; none where the model has no dropout. Refused for other random operators."""
+def draw_by_counters(captured: Captured) -> None:
+    """Adds the field `KEYS` where the model has dropout. Refused for other random operators."""
     graph = captured.graph
     random = [n for n in graph.nodes if n.op == "call_function" and _is_random(n)]
     if not random:
-        return {}
+        return
     if faults := [_unknown(n) for n in random if not _is_known(n)]:
         raise Refused(faults)
     last = [n for n in graph.nodes if n.op == "placeholder"][-1]
     with graph.inserting_after(last):
         keys = graph.placeholder(KEYS)
-    keys.meta["val"] = torch.empty(rows, 2, dtype=torch.int64, device="meta")
+    keys.meta["val"] = torch.empty(last.meta["val"].shape[0], 2, dtype=torch.int64, device="meta")
     for site, node in enumerate(random):
         _replace(node, keys, site)
     captured.fields = (*captured.fields, KEYS)
-    return {KEYS: keys.meta["val"]}
 
 
 def _is_random(node: fx.Node) -> bool:
