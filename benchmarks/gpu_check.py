@@ -25,7 +25,7 @@ from benchmarks.gpu.case import Case
 from benchmarks.gpu.equality import equality
 from benchmarks.gpu.memory import memory
 from benchmarks.gpu.speed import CONTENDERS, TITLES, speed
-from meg_compile.explain.table import table
+from meg_compile.explain.table import human_bytes, table
 
 EQUAL = Case("small", layers=2, hidden=256, heads=4, seq=256, vocab=8192, rows=4, dropout=0.1)
 HELD = Case("1.2B width", layers=12, hidden=1536, heads=16, seq=1024, vocab=8192, rows=8)
@@ -33,7 +33,7 @@ FAST = [
     Case("1.5B", layers=48, hidden=1600, heads=25, seq=1024, vocab=50304, rows=8),
     Case("1.2B", layers=40, hidden=1536, heads=16, seq=1024, vocab=50304, rows=8),
 ]
-DRY = Case("tiny", layers=2, hidden=64, heads=4, seq=64, vocab=128, rows=4)
+DRY = Case("tiny", layers=1, hidden=64, heads=4, seq=64, vocab=128, rows=4)
 CHECKS = ("equality", "memory", "speed")
 
 
@@ -71,7 +71,7 @@ def _measured(
     if check == "equality":
         yield from equality(DRY.but(dropout=0.1) if dry else EQUAL, groups, device)
     elif check == "memory":
-        base = DRY.but(layers=4) if dry else HELD
+        base = DRY.but(layers=2) if dry else HELD
         for dropout, modes in ((0.0, ("none", "full")), (0.1, ("none", "selective", "full"))):
             for mode in modes:
                 name = f"dropout {dropout}, recompute {mode}"
@@ -89,7 +89,9 @@ def _measured(
 
 
 def _shown(check: str, rows: list[dict[str, Any]]) -> str:
-    cells, right = {"equality": (_equality, ()), "memory": (_memory, range(1, 7)), "speed": (_speed, range(2, 7))}[check]
+    cells, right = {"equality": (_equality, ()), "memory": (_memory, range(1, 7)), "speed": (_speed, range(2, 7))}[
+        check
+    ]
     header, *lines = cells(rows)
     return table(header, lines, right=tuple(right))
 
@@ -103,21 +105,26 @@ def _equality(rows: list[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
 
 
 def _memory(rows: list[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
-    yield ("GB", "states", "held for backward", "predicted", "peak", "predicted", "ratio", "as predicted")
+    yield ("memory", "states", "held for backward", "predicted", "peak", "predicted", "ratio", "as predicted")
     for row in rows:
-        sizes = (f"{row[key] / 1e9:.3f}" for key in ("states", "held", "held_predicted", "peak", "peak_predicted"))
+        sizes = (human_bytes(row[key]) for key in ("states", "held", "held_predicted", "peak", "peak_predicted"))
         yield row["case"], *sizes, f"{row['peak'] / row['peak_predicted']:.3f}", _yes(row["ok"])
 
 
 def _speed(rows: list[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
-    yield ("model", "", "tokens/s", "step s", "MFU", "peak GB", "first steps s")
+    yield ("model", "", "tokens/s", "step s", "MFU", "peak", "first steps s")
     for row in rows:
         title = TITLES[row["contender"]]
         if row["step_s"] is None:
             yield row["case"], title, "no time", "", "", "", ""
             continue
         mfu = "" if row["mfu"] is None else f"{row['mfu']:.1%}"
-        figures = (f"{row['tokens_per_s']:,.0f}", f"{row['step_s']:.3f}", mfu, f"{row['peak_bytes'] / 1e9:.1f}")
+        figures = (
+            f"{row['tokens_per_s']:,.0f}",
+            f"{row['step_s']:.3f}",
+            mfu,
+            human_bytes(row["peak_bytes"]) if row["peak_bytes"] else "",
+        )
         yield row["case"], title, *figures, f"{row['first_steps_s']:.0f}"
 
 

@@ -68,5 +68,3 @@ def draw_(tensors: Iterable[tuple[str, Tensor]]) -> None:
             tensor.normal_(std=0.02)
         else:
             tensor.fill_(float("ln_" in name and name.endswith("weight")))
-
-

@@ -25,7 +25,7 @@ from meg_compile.runtime.optimizer import build_optimizer
 HELD_TOLERANCE = 0.05
 """The formula leaves out each row's mean and deviation (norms), its softmax's sum (attention) and the causal mask."""
 PEAK_TOLERANCE = 0.1
-"""Beside those, it leaves out gradients of activations within one layer, a library's workspace and rounding to blocks."""
+"""Besides, it leaves out gradients of activations within a layer, a library's workspace and rounding to blocks."""
 
 
 @dataclass(frozen=True)
@@ -43,19 +43,22 @@ def predict(program: Program, case: Case) -> Prediction:
     states = sum(map(program.weight_bytes, params)) + 8 * num  # two moments of AdamW in fp32
     gradients = 4 * num
     drops = case.dropout > 0
-    sbh = case.seq * case.rows * case.hidden
+    sbh, logits = case.seq * case.rows * case.hidden, case.seq * case.rows * case.vocab
     scores = case.heads * case.seq**2 * case.rows if drops else 0
     outside, core = (34 if drops else 32) * sbh, 5 * scores
-    kept = {"none": outside + core, "selective": outside, "full": 2 * sbh}[case.recompute]
-    again = {"none": 0, "selective": core, "full": outside + core}[case.recompute]
-    logits = case.seq * case.rows * case.vocab
-    held = case.layers * kept + (5 if drops else 4) * sbh + 4 * logits
-    # Beside what is held there live at once: of the loss its gradient and that of the logits, in fp32; in a core that
-    # is computed, three hashes of 8 bytes for every score.
-    hashes = 24 * scores
-    begins_backward = states + held + max(8 * logits, again + hashes)
-    ends_backward = states + gradients + outside + core + (hashes if again else 0)
-    return Prediction(states, held, max(begins_backward, ends_backward))
+    kept = case.layers * {"none": outside + core, "selective": outside, "full": 2 * sbh}[case.recompute]
+    held = kept + (5 if drops else 4) * sbh + 4 * logits
+    # While the core of attention is computed, the block holds its input, norm, queries, keys and values (12), and of
+    # every score two numbers and three hashes of 8 bytes.
+    in_core = {"none": 12 * sbh - outside - core, "selective": 4 * sbh, "full": 12 * sbh}[case.recompute] + 28 * scores
+    in_block = outside + core if case.recompute == "full" else 0
+    head = 0 if case.recompute == "none" else 4 * case.vocab * case.hidden
+    peak = max(
+        held + 8 * logits,  # the loss: its gradient and that of the logits, in fp32
+        kept + max(in_core, in_block) + head,  # the last block, in forward or computed again
+        gradients + max(outside + core, in_core if head else 0),  # the first block in backward
+    )
+    return Prediction(states, held, states + peak)
 
 
 def memory(case: Case, groups: Groups, device: torch.device) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -33,8 +34,8 @@ def flops(case: Case) -> float:
 
 
 def speed(case: Case, contender: str, groups: Groups, device: torch.device, whole: bool) -> dict[str, Any]:
-    """The median over `STEPS` steps."""
-    with_memory = Memory(device)
+    """The median over `STEPS` steps. `peak_bytes` is 0 on the CPU, where counting would be traced too."""
+    memory = Memory(device)
     started = now(device)
     step = _plain(case, device, whole) if contender == "plain" else _program(case, contender, groups, device)
     for _ in range(WARMUP_STEPS):
@@ -44,7 +45,7 @@ def speed(case: Case, contender: str, groups: Groups, device: torch.device, whol
     for _ in range(STEPS):
         step()
         times.append(now(device))
-    step_s = statistics.median(b - a for a, b in zip(times, times[1:], strict=False))
+    step_s = statistics.median(b - a for a, b in pairwise(times))
     peak = peak_flops(device)
     return {
         "case": case.name,
@@ -54,7 +55,7 @@ def speed(case: Case, contender: str, groups: Groups, device: torch.device, whol
         "tokens_per_s": case.rows * case.seq / step_s,
         "flops_per_s": flops(case) / step_s,
         "mfu": flops(case) / step_s / peak if peak else None,
-        "peak_bytes": with_memory.peak,
+        "peak_bytes": memory.peak,
     }
 
 
