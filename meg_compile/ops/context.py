@@ -74,11 +74,14 @@ def context_attention(
         return F.scaled_dot_product_attention(q, k, v, mask, **how)
     size = q.shape[-2] // 2
     chunks = zip((cp.rank, 2 * cp.size - 1 - cp.rank), q.split(size, -2), strict=True)
-    return torch.cat([_up_to((chunk + 1) * size, queries, k, v, how) for chunk, queries in chunks], -2)
+    return torch.cat([_eager_causal((chunk + 1) * size, queries, k, v, how) for chunk, queries in chunks], -2)
 
 
-@torch.compiler.disable  # it cannot trace this mask, and with another one attention takes a slower kernel
-def _up_to(end: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, how: dict[str, Any]) -> torch.Tensor:
+def _causal(end: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, how: dict[str, Any]) -> torch.Tensor:
     """Causal attention of the queries that end at `end`."""
     mask = causal_lower_right(q.shape[-2], end)
     return F.scaled_dot_product_attention(q, k[..., :end, :], v[..., :end, :], attn_mask=mask, **how)
+
+
+# torch.compile cannot trace this mask, and with another one attention takes a slower kernel.
+_eager_causal: Any = torch.compiler.disable(_causal)

@@ -19,7 +19,7 @@ class Recomputed(nn.Module):
     def __init__(self, body: nn.Module):
         super().__init__()
         self.body = body
-        self.rng = getattr(body, RNG, None)
+        self.rng: Any = getattr(body, RNG, None)
 
     def forward(self, *args: Any) -> Any:
         if self.rng is None:  # torch.compile then takes it into its graph

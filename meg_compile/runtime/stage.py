@@ -92,7 +92,9 @@ def _block(graph: fx.Graph, name: str, recompute: str, values: Mapping[str, Any]
     else:
         block = _module(graph, values, name)
     if compiled:  # forward alone: hooks of FSDP2 stay outside
-        broken = any(node.target in (CP, RNG) for node in graph.nodes)  # what reads them may run between two graphs
+        broken = any(
+            node.target in (CP, RNG, LATER) for node in graph.nodes
+        )  # what reads them may run between two graphs
         block.forward = torch.compile(block.forward, fullgraph=not broken, dynamic=False)
     return Recomputed(block) if recompute == "full" else block
 
