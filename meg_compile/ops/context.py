@@ -73,9 +73,15 @@ def context_attention(
     if not is_causal:
         return F.scaled_dot_product_attention(q, k, v, mask, **how)
     size = q.shape[-2] // 2
-    out = []
-    for chunk, queries in zip((cp.rank, 2 * cp.size - 1 - cp.rank), q.split(size, -2), strict=True):
-        end = (chunk + 1) * size
-        mask = causal_lower_right(size, end)
-        out.append(F.scaled_dot_product_attention(queries, k[..., :end, :], v[..., :end, :], attn_mask=mask, **how))
-    return torch.cat(out, -2)
+    chunks = zip((cp.rank, 2 * cp.size - 1 - cp.rank), q.split(size, -2), strict=True)
+    return torch.cat([_eager_causal((chunk + 1) * size, queries, k, v, how) for chunk, queries in chunks], -2)
+
+
+def _causal(end: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, how: dict[str, Any]) -> torch.Tensor:
+    """Causal attention of the queries that end at `end`."""
+    mask = causal_lower_right(q.shape[-2], end)
+    return F.scaled_dot_product_attention(q, k[..., :end, :], v[..., :end, :], attn_mask=mask, **how)
+
+
+# torch.compile cannot trace this mask, and with another one attention takes a slower kernel.
+_eager_causal: Any = torch.compiler.disable(_causal)

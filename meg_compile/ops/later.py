@@ -94,6 +94,7 @@ class _Addmm(torch.autograd.Function):
         return grad.sum(0) if wants_bias else None, grad @ weight.t() if wants_x else None, None, None, None
 
 
+@torch.compiler.disable  # what it leaves behind is no tensor
 def linear_later(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, master: torch.Tensor, later: Later
 ) -> torch.Tensor:
@@ -101,6 +102,7 @@ def linear_later(
     return _Linear.apply(x, weight, bias, master, later)
 
 
+@torch.compiler.disable
 def addmm_later(
     bias: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, master: torch.Tensor, later: Later
 ) -> torch.Tensor:

@@ -3,7 +3,7 @@ arXiv:1604.06174)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -16,12 +16,14 @@ from meg_compile.graph.nodes import RNG
 class Recomputed(nn.Module):
     """Keeps the inputs of `body` for backward and nothing else. Random numbers are drawn alike the second time."""
 
-    def __init__(self, body: nn.Module, bound: Mapping[str, Any]):
+    def __init__(self, body: nn.Module):
         super().__init__()
         self.body = body
-        self.rng = bound[RNG]
+        self.rng: Any = getattr(body, RNG, None)
 
     def forward(self, *args: Any) -> Any:
+        if self.rng is None:  # torch.compile then takes it into its graph
+            return checkpoint(self.body, *args, use_reentrant=False)
         return checkpoint(self.body, *args, use_reentrant=False, context_fn=self._contexts)
 
     def _contexts(self) -> tuple[AbstractContextManager, AbstractContextManager]:

@@ -10,7 +10,7 @@ import torch
 from torch import fx, nn
 
 from meg_compile.graph.clean import retarget
-from meg_compile.graph.nodes import BOUND, LATER
+from meg_compile.graph.nodes import BOUND, CP, LATER, RNG
 from meg_compile.ops.later import Later, addmm_later, linear_later
 from meg_compile.passes.blocks import find_blocks, find_cores
 from meg_compile.passes.in_place import not_across
@@ -79,23 +79,24 @@ def bind(
     blocks: dict[str, nn.Module] = {}
     for i, (name, block) in enumerate(inner.items()):
         recompute = plan.recompute if i % plan.recompute_every == 0 else "none"
-        blocks[name] = _block(block, name, recompute, values, bound, compiled)
+        blocks[name] = _block(block, name, recompute, values, compiled)
     body = _module(outer, values | blocks, f"Stage{stage.index}")
     return StageModule(stage, body, list(blocks.values()), plan.sp and plan.tp > 1, later)
 
 
-def _block(
-    graph: fx.Graph, name: str, recompute: str, values: Mapping[str, Any], bound: Mapping[str, Any], compiled: bool
-) -> nn.Module:
+def _block(graph: fx.Graph, name: str, recompute: str, values: Mapping[str, Any], compiled: bool) -> nn.Module:
     if recompute == "selective":
         outer, cores = outline(graph, find_cores(graph), BOUND)
-        modules = {core: Recomputed(_module(g, values, core), bound) for core, g in cores.items()}
+        modules = {core: Recomputed(_module(g, values, core)) for core, g in cores.items()}
         block = _module(outer, {**values, **modules}, name)
     else:
         block = _module(graph, values, name)
     if compiled:  # forward alone: hooks of FSDP2 stay outside
-        block.forward = torch.compile(block.forward, fullgraph=recompute != "selective", dynamic=False)
-    return Recomputed(block, bound) if recompute == "full" else block
+        broken = any(
+            node.target in (CP, RNG, LATER) for node in graph.nodes
+        )  # what reads them may run between two graphs
+        block.forward = torch.compile(block.forward, fullgraph=not broken, dynamic=False)
+    return Recomputed(block) if recompute == "full" else block
 
 
 def _module(graph: fx.Graph, values: Mapping[str, Any], name: str) -> fx.GraphModule:

@@ -1,0 +1,1 @@
+"""What `python -m benchmarks.gpu_check` measures on one GPU."""
