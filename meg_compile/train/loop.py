@@ -50,5 +50,5 @@ def train(config: Any, program: Any, executor: Any, groups: Any, dataset: Any, r
         export(program.params, executor.gather("value"), Path(config.export.path) if is_first else None)
     result = summarize(config, program, executor, records, train_s)
     if is_first:
-        show(result)
+        show(result, program.plan)
     return result

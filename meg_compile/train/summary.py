@@ -9,6 +9,8 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
+from meg_compile.plan import Plan
+
 
 def summarize(
     config: Any, program: Any, executor: Any, records: list[dict[str, Any]], train_s: float
@@ -20,11 +22,11 @@ def summarize(
     num_local = sum(executor.tensors[name].numel() for name, spec in executor.specs.items() if not spec.buffer)
     per_rank = _gather([num_local, peak_memory_bytes(executor.device)], executor.device)
     steady = records[1:] or records
-    plan, train = config.plan, config.train
+    train = config.train
     return {
         "task": "train",
         "status": "ok",
-        "plan": {"tp": plan.tp, "pp": plan.pp, "vpp": plan.vpp, "dp": plan.dp, "schedule": plan.schedule},
+        "plan": config.to_dict()["plan"],
         "micro_batch_size": train.micro_batch_size,
         "global_batch_size": train.global_batch_size,
         "precision": config.precision,
@@ -42,9 +44,9 @@ def summarize(
     }
 
 
-def show(result: dict[str, Any], console: Console | None = None) -> None:
+def show(result: dict[str, Any], plan: Plan, console: Console | None = None) -> None:
     table = Table(title="Training", show_header=False, title_justify="left")
-    table.add_row("plan", "  ".join(f"{name}={value}" for name, value in result["plan"].items()))
+    table.add_row("plan", str(plan))
     table.add_row("batch", f"{result['global_batch_size']} rows a step, {result['micro_batch_size']} a micro-batch")
     table.add_row("parameters", f"{result['num_parameters']:,}")
     table.add_row("  per rank", _range(result["num_parameters_per_rank"], "{:,}"))
