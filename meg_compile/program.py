@@ -14,6 +14,7 @@ from meg_compile.explain.describe import explain, to_dict
 from meg_compile.graph.capture import Captured
 from meg_compile.ops.counted import Places, row_keys
 from meg_compile.passes.choose import Choice
+from meg_compile.passes.context import Fields
 from meg_compile.passes.dropout import KEYS
 from meg_compile.passes.partition import Stage
 from meg_compile.passes.tokens import HALVES, Limit, Units
@@ -93,7 +94,7 @@ class Program:
 
     plan:             the parallel plan.
     inputs:           one micro-batch of each field that the program reads, on meta.
-    parts:            the fields of which each cp rank reads its part, and along which dim.
+    parts:            the fields of which each cp rank reads its part, and where their sequence lies.
     stages:           pp * vpp stages in order; the schedule says which pipeline rank runs which (`pp_rank_of`).
     params:           every parameter and buffer by the user's name.
     units:            what the loss of a micro-batch is a sum over.
@@ -106,7 +107,7 @@ class Program:
 
     plan: Plan
     inputs: dict[str, torch.Tensor]
-    parts: dict[str, int]
+    parts: Fields
     stages: list[Stage]
     params: dict[str, ParamSpec]
     units: Units

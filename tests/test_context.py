@@ -2,8 +2,10 @@
 
 import pytest
 import torch
-from compare import check
+import torch.nn.functional as F
+from compare import Case, check
 from models import FixedRows
+from torch import nn
 from training import config, on_ranks
 from zoo import ZOO
 
@@ -74,3 +76,37 @@ def test_a_length_that_does_not_divide_is_refused():
     ids = torch.zeros(2, 10, dtype=torch.long)
     with pytest.raises(Refused, match=r"plan.cp=2: a sequence of 10 does not divide into 2 x 2 chunks; .* 4 divides"):
         compile(lambda: GPT2(64, 10, 2, 16, 4), {"input_ids": ids, "labels": ids}, Plan(cp=2))
+
+
+class Fields(nn.Module):
+    """Attends to itself, or causally to a source of another length.
+
+    input_ids [rows, 2 x 8] are two sequences of 8 in one dim; kind [rows] is looked up too, though it is no sequence.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.emb, self.position, self.kinds = nn.Embedding(16, 8), nn.Embedding(8, 8), nn.Embedding(3, 8)
+        self.qkv, self.head = nn.Linear(8, 24), nn.Linear(8, 16)
+
+    def forward(self, input_ids, kind, source=None):
+        x = self.emb(input_ids.view(-1, 2, 8)) + self.position.weight + self.kinds(kind)[:, None, None]
+        q, k, v = self.qkv(x).chunk(3, -1)
+        if source is not None:
+            k = v = self.emb(source)[:, None]
+        return self.head(x + F.scaled_dot_product_attention(q, k, v, is_causal=True)).flatten(1, 2)
+
+
+@pytest.mark.parametrize("length", [0, 4, 12])
+def test_sequences_inside_a_dim_of_other_lengths_and_labels_of_rows(length):
+    sizes = {"input_ids": (16, 4, 16), "labels": (16, 4, 16), "kind": (3, 4)}
+    sizes |= {"source": (16, 4, length)} if length else {}
+
+    def batch(step):
+        generator = torch.Generator().manual_seed(step)
+        return {name: torch.randint(0, n, shape, generator=generator) for name, (n, *shape) in sizes.items()}
+
+    def objective(model, batch):
+        return cross_entropy(model(*(batch.get(name) for name in ("input_ids", "kind", "source"))), batch["labels"])
+
+    check(Case(Fields, batch, (), objective), Plan(cp=2), 2)

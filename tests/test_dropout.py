@@ -13,6 +13,7 @@ from meg_compile.errors import Refused
 from meg_compile.models.gpt2 import GPT2
 from meg_compile.models.loss import cross_entropy
 from meg_compile.ops.counted import exact_attention, keep_mask, row_keys
+from meg_compile.plan import Plan
 from meg_compile.runtime.executor import Executor
 from meg_compile.train.batches import batches_of
 from meg_compile.verify import verify
@@ -157,3 +158,19 @@ def test_evaluation_drops_nothing(plan, dropout):
 
     for losses in filter(None, on_ranks(settings, work, gpt2)):
         assert losses == pytest.approx([right, right], rel=1e-12)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_each_row_drops_its_own_weights_under_queries_that_all_share(rows):
+    class Latents(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.queries, self.embedding = nn.Parameter(torch.zeros(1, 4, 8)), nn.Embedding(8, 8)
+
+        def forward(self, input_ids):
+            x = self.embedding(input_ids)
+            return F.scaled_dot_product_attention(self.queries.expand(len(x), 4, 8), x, x, dropout_p=0.5)
+
+    fields = {name: torch.zeros(rows, n, dtype=torch.long) for name, n in (("input_ids", 6), ("labels", 4))}
+    [(_, of_rows)] = compile(Latents, fields, Plan()).draws
+    assert of_rows

@@ -5,10 +5,11 @@ import random
 
 import pytest
 import torch
-from compare import check, compile_case
-from torch import fx
+from compare import Case, check, compile_case
+from torch import fx, nn
 from zoo import ZOO, case, gpt2
 
+from meg_compile.compiler import compile
 from meg_compile.errors import Refused
 from meg_compile.passes.layers import find_activations, find_layers
 from meg_compile.passes.partition import balance
@@ -172,3 +173,43 @@ def test_stage_graphs_are_sound():
 @pytest.mark.parametrize("name", ["u_net", "shared_relative_bias", "stop_gradient", "argmax"])
 def test_values_that_many_stages_read(name):
     check(ZOO[name], Plan(pp=2), 1)
+
+
+def test_random_numbers_are_drawn_once():
+    """A noise that enters before the first block, and is the target behind the last."""
+
+    class Denoiser(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.h = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+        def forward(self, x):
+            noise = torch.randn_like(x)
+            y = x + noise
+            for layer in self.h:
+                y = y + layer(y).relu()
+            return (y - noise).square().mean()
+
+    program = compile(Denoiser, {"x": torch.zeros(2, 8)}, Plan(pp=2), None, dropout="fast")
+    draws = [node for stage in program.stages for node in stage.graph.nodes if "randn" in str(node.target)]
+    assert len(draws) == 1
+    assert len(program.stages[0].sent) == 2
+
+
+def test_a_cut_between_partial_sums_and_their_sum():
+    """The stage behind it may not sum in place: what it receives is a leaf of its graph."""
+
+    def batch(step):
+        generator = torch.Generator().manual_seed(step)
+        return {name: torch.randint(0, 16, (4, 8), generator=generator) for name in ("input_ids", "labels")}
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding, self.head = nn.Embedding(16, 8), nn.Linear(8, 16)
+
+        def forward(self, input_ids):
+            return self.head(self.embedding(input_ids))
+
+    num_layers = len(find_layers(compile_case(Case(Model, batch, ()), Plan(tp=2), 2).stages[0].graph))
+    check(Case(Model, batch, ("embedding.weight", "head.*")), Plan(tp=2, pp=2, stages=(1, num_layers - 1)), 2)

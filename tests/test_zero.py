@@ -231,3 +231,18 @@ def test_parameters_of_two_dtypes_are_refused():
     with pytest.raises(Refused, match=r"plan.zero=1: replicas share parameters of one dtype.*bfloat16 and float32"):
         compile(Widened(), inputs, Plan(dp=2, zero=1))
     assert compile(Widened(), inputs, Plan(dp=2)).params["low.weight"].held == torch.float32
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_an_evaluation_reads_the_weights_of_now(zero):
+    """Also where the one before it has left them whole."""
+
+    def work(program, executor, groups):
+        batch = {name: torch.zeros(rows.shape, dtype=rows.dtype) for name, rows in program.inputs.items()}
+        first = executor.evaluate(batch, 1.0)
+        with torch.no_grad():
+            torch._foreach_mul_(list(executor.parameters.values()), 0.0)
+        return first, executor.evaluate(batch, 1.0)
+
+    for first, second in on_ranks(settings_of(zero, dp=2), work, partial(UNTIED, layers=1)):
+        assert first != second

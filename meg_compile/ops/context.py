@@ -66,15 +66,22 @@ def context_attention(
         mask = own_chunks(mask, mask.dim() - 2, cp)
     if draw:
         if is_causal:
-            position = torch.arange(k.shape[-2], device=q.device)
-            mask = position <= own_chunks(position, 0, cp)[:, None]
+            mask = _is_before(q, k, cp)
         return exact_attention(q, k, v, mask, False, scale, enable_gqa, *draw)
     how = {"scale": scale, "enable_gqa": enable_gqa}
+    if is_causal and q.shape[-2] * cp.size != k.shape[-2]:
+        mask, is_causal = _is_before(q, k, cp), False
     if not is_causal:
         return F.scaled_dot_product_attention(q, k, v, mask, **how)
     size = q.shape[-2] // 2
     chunks = zip((cp.rank, 2 * cp.size - 1 - cp.rank), q.split(size, -2), strict=True)
     return torch.cat([_eager_causal((chunk + 1) * size, queries, k, v, how) for chunk, queries in chunks], -2)
+
+
+def _is_before(q: torch.Tensor, k: torch.Tensor, cp: Group) -> torch.Tensor:
+    """[T / n, S]: which keys this rank's queries see under a causal mask."""
+    queries = own_chunks(torch.arange(q.shape[-2] * cp.size, device=q.device), 0, cp)
+    return torch.arange(k.shape[-2], device=q.device) <= queries[:, None]
 
 
 def _causal(end: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, how: dict[str, Any]) -> torch.Tensor:

@@ -26,12 +26,15 @@ from meg_compile.ops.counted import exact_attention
 from meg_compile.ops.group import Group, own_chunks
 from meg_compile.passes.check import check_shapes
 from meg_compile.passes.dropout import places
-from meg_compile.passes.sequence import find_sequences
+from meg_compile.passes.sequence import Sequence, find_sequences
 from meg_compile.plan import Plan
 
+Fields = dict[str, tuple[int, int]]
+"""Of each field of the batch that has a sequence: its dim, and the entries of that dim's axes before the sequence."""
 
-def share_context(captured: Captured, axes: Axes, plan: Plan, sums_tokens: bool) -> tuple[Axes, dict[str, int]]:
-    """Rewrites the captured graph; (its axes, the dim of the sequence in each field of the batch that has one).
+
+def share_context(captured: Captured, axes: Axes, plan: Plan, sums_tokens: bool) -> tuple[Axes, Fields]:
+    """Rewrites the captured graph; (its axes, where each field of the batch has its sequence).
 
     Refused, with each operator that stands in the way, where the sequence cannot be shared out.
 
@@ -42,8 +45,9 @@ def share_context(captured: Captured, axes: Axes, plan: Plan, sums_tokens: bool)
     layout = Layout(plan.cp, find_sequences(axes))
     if faults := _faults(axes, layout, plan, sums_tokens):
         raise Refused(faults)
-    inputs = [(node, axes.ops[node].out) for node in captured.graph.nodes if node.op == "placeholder"]
-    fields = {str(node.target): i for node, dims in inputs for i, dim in enumerate(dims) if layout.holds(dim)}
+    sequence = Sequence(layout, layout.sharded, frozenset())
+    inputs = {str(n.target): axes.ops[n].out for n in captured.graph.nodes if n.op == "placeholder"}
+    fields = {name: at for name, dims in inputs.items() if (at := sequence.at(dims)) is not None}
     captured.graph = _on_parts(captured.graph, axes, layout)
     check_shapes(captured.graph, plan, {name: tensor.to("meta") for name, tensor in captured.tensors.items()})
     return infer(captured.graph, captured.tensors), fields
@@ -114,7 +118,11 @@ def _faults(axes: Axes, layout: Layout, plan: Plan, sums_tokens: bool) -> list[F
         problem = "the loss is not a cross entropy over tokens, so ranks that share a sequence cannot add theirs up"
         return [Fault("plan.cp", plan.cp, problem, "use plan.cp=1")]
     faults = []
+    sequence = Sequence(layout, layout.sharded, frozenset())
     for node, op in axes.ops.items():
+        if node.op == "placeholder" and layout.touches([op.out]) and sequence.at(op.out) is None:
+            problem = f"the field {node.target} has more than one sequence"
+            faults.append(Fault("plan.cp", plan.cp, problem, "use plan.cp=1"))
         if node.op == "call_function" and not op.constant and (why := _stands_in_the_way(op, axes, layout)):
             line = source_line(node)
             problem = f"{op.name}{f' ({line})' if line else ''} {why}"
@@ -146,6 +154,10 @@ def _stands_in_the_way(op: Op, axes: Axes, layout: Layout) -> str | None:
     return None
 
 
-def take_parts(batch: dict[str, torch.Tensor], fields: dict[str, int], cp: Group) -> dict[str, torch.Tensor]:
+def take_parts(batch: dict[str, torch.Tensor], fields: Fields, cp: Group) -> dict[str, torch.Tensor]:
     """A batch with this rank's part of each field's sequence."""
-    return {n: own_chunks(value, fields[n], cp) if n in fields else value for n, value in batch.items()}
+
+    def part(value: torch.Tensor, dim: int, before: int) -> torch.Tensor:
+        return own_chunks(value.unflatten(dim, (before, -1)), dim + 1, cp).flatten(dim, dim + 1)
+
+    return {name: part(value, *fields[name]) if name in fields else value for name, value in batch.items()}

@@ -12,7 +12,7 @@ import operator
 import torch
 from torch import fx
 
-from meg_compile.axes.atoms import Dims, leaves
+from meg_compile.axes.atoms import Dim, Dims, leaves
 from meg_compile.axes.infer import Axes
 from meg_compile.axes.layout import Layout
 from meg_compile.axes.op import Op
@@ -97,7 +97,8 @@ def places(op: Op, axes: Axes, layout: Layout, mesh_dim: str = "tp", keys_whole:
                     num_rows = size
         found.append(entries)
     rows = max(node.meta["val"].shape[0] for node in axes.ops if node.op == "placeholder")
-    of_rows = not axes.ops[operand(op.node, 0)].constant
+    drawn_from = op.node.args[: 1 if op.attends is None else 2]  # of an attention, its queries and keys
+    of_rows = any(not axes.ops[n].constant for n in drawn_from if isinstance(n, fx.Node))
     if of_rows != bool(num_rows) and rows > 1:
         where = f" ({line})" if (line := source_line(op.node)) else ""
         problem = f"dropout{where} of a value in which the rows of the batch cannot be told apart"
@@ -111,9 +112,7 @@ def find_draws(axes: Axes) -> list[tuple[Places, bool]]:
     return [places(op, axes, whole) for op in axes.ops.values() if op.drawn is not None]
 
 
-def _row_axes(axes: Axes) -> set[tuple]:
-    return {
-        leaves(op.out[0])
-        for node, op in axes.ops.items()
-        if node.op == "placeholder" and isinstance(op.out, Dims) and len(op.out)
-    }
+def _row_axes(axes: Axes) -> list[Dim]:
+    """Those of the fields, in an order that all ranks agree on."""
+    fields = [op.out for node, op in axes.ops.items() if node.op == "placeholder"]
+    return list(dict.fromkeys(leaves(dims[0]) for dims in fields if isinstance(dims, Dims) and len(dims)))

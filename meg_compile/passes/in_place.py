@@ -36,7 +36,7 @@ def in_place(graph: fx.Graph) -> None:
 
 def not_across(graph: fx.Graph, parts: Mapping[str, Collection[fx.Node]]) -> None:
     """Give up what is owned where its memory comes from another part: what a part was given or has returned is kept for
-    its backward, by recomputation and by FSDP2."""
+    its backward, by recomputation, by FSDP2 and by a pipeline."""
     home = {node: name for name, nodes in parts.items() for node in nodes}
     for node in graph.nodes:
         if node.target in (reduce_from_tp, vocab_cross_entropy) and node.kwargs.get("owned"):

@@ -13,6 +13,7 @@ import re
 from dataclasses import dataclass
 
 import networkx as nx
+import torch
 from torch import fx
 
 from meg_compile.graph.cost import cost
@@ -115,12 +116,14 @@ def _hand_over(before: Layer, layer: Layer) -> None:
 
 
 def find_activations(graph: fx.Graph) -> list[fx.Node]:
-    """Values that depend on both data and parameters, in order: what flows from stage to stage."""
+    """Values that depend on both data and parameters, in order: what flows from stage to stage. So do random ones, of
+    which another stage would draw others."""
     found: dict[fx.Node, None] = {}
     for node in graph.nodes:
         if node.op == "call_function":
             differentiable = node.meta.get("grad") and not node.meta.get("constant")
-            if differentiable or any(n in found for n in node.all_input_nodes):
+            random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+            if differentiable or random or any(n in found for n in node.all_input_nodes):
                 found[node] = None
     return list(found)
 

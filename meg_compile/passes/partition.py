@@ -21,6 +21,7 @@ from torch import fx
 
 from meg_compile.errors import Fault, Refused
 from meg_compile.graph.nodes import BOUND
+from meg_compile.passes.in_place import not_across
 from meg_compile.passes.layers import Layer, find_layers, find_towers, starts_anew, take_ends
 from meg_compile.plan import Plan
 from meg_compile.stage_layout import read_layout
@@ -194,6 +195,7 @@ def _stage(graph: fx.Graph, groups: list[list[Layer]], index: int) -> Stage:
     for node in graph.nodes:
         if node in needed and node.op != "placeholder":
             env[node] = new.node_copy(node, env.__getitem__)
+    not_across(new, {f"stage {index}": [env[n] for n in needed if n.op != "placeholder"]})  # what is received is a leaf
     new.output(env[wanted[0]] if len(wanted) == 1 else tuple(env[n] for n in wanted))
     return Stage(
         index,

@@ -59,8 +59,10 @@ def shard_sequence(axes: Axes, layout: Layout, plan: Plan) -> Sequence:
 
 
 def find_sequences(axes: Axes) -> frozenset[Atom]:
-    """The axes of token positions."""
-    return frozenset(a for op in axes.ops.values() if (a := _positions(op, axes)) is not None)
+    """The axes of token positions. That of the rows is none, though a label of each row be looked up."""
+    rows = {a for n, op in axes.ops.items() if n.op == "placeholder" for dim in op.out[:1] for a in atoms(dim)}
+    found = (_positions(op, axes) for op in axes.ops.values())
+    return frozenset(a for a in found if a is not None and a not in rows)
 
 
 def _not_found(axes: Axes) -> str:

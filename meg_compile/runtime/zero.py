@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -71,8 +72,10 @@ class Shards:
             self.parameters[name] = nn.Parameter(parameter.to_local().detach(), requires_grad=parameter.requires_grad)
 
     def begin(self) -> None:
-        """Before the first forward of a step."""
+        """Before the first forward of a step. What an evaluation left whole may be of older weights: it is given up."""
         for root in self.roots:
+            for group in _groups(root):
+                group.reshard()
             root.set_requires_gradient_sync(self.zero > 1)
             root.set_is_last_backward(False)
             root.set_reshard_after_backward(self.zero == 3)
@@ -86,13 +89,20 @@ class Shards:
             root.set_requires_gradient_sync(True)
             root.set_is_last_backward(True)
             root.set_reshard_after_backward(True)
-            state = fully_shard.state(root)  # type: ignore[attr-defined]
-            for one in state._state_ctx.all_states:
-                for group in one._fsdp_param_groups:
-                    group.post_backward()
-            state._root_post_backward_final_callback()
+            for group in _groups(root):
+                group.post_backward()
+            _state(root)._root_post_backward_final_callback()
         for name, parameter in self._sharded.items():
             if isinstance(parameter.grad, DTensor):
                 mine, grad = self.parameters[name], parameter.grad.to_local()
                 mine.grad = grad if mine.grad is None else mine.grad + grad
                 parameter.grad = None
+
+
+def _state(root: FSDPModule) -> Any:
+    return fully_shard.state(root)  # type: ignore[attr-defined]
+
+
+def _groups(root: FSDPModule) -> list[Any]:
+    """What FSDP2 gathers at once, of a stage; nothing before its first forward."""
+    return [group for one in _state(root)._state_ctx.all_states for group in one._fsdp_param_groups]
