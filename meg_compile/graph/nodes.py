@@ -30,6 +30,12 @@ def operand(node: fx.Node, at: int) -> fx.Node:
     return found
 
 
+def attention_mask(node: fx.Node) -> fx.Node | None:
+    """The mask of an attention, where it is a value of the graph."""
+    found = node.args[3] if len(node.args) > 3 else node.kwargs.get("attn_mask")
+    return found if isinstance(found, fx.Node) else None
+
+
 def locate(node: fx.Node) -> str:
     """The module path in which a node's operator was called ("h.0.attn.c_attn"); "" for the root."""
     stack = node.meta.get("nn_module_stack") or {}

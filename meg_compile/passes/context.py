@@ -20,7 +20,7 @@ from meg_compile.axes.layout import Layout
 from meg_compile.axes.op import Op, each
 from meg_compile.errors import Fault, Refused
 from meg_compile.graph.capture import Captured
-from meg_compile.graph.nodes import CP, source_line
+from meg_compile.graph.nodes import CP, attention_mask, source_line
 from meg_compile.ops.context import context_attention, context_part
 from meg_compile.ops.counted import exact_attention
 from meg_compile.ops.group import Group, own_chunks
@@ -59,7 +59,7 @@ def _on_parts(graph: fx.Graph, axes: Axes, layout: Layout) -> fx.Graph:
 
     def read(node: fx.Node, reader: fx.Node) -> fx.Node:
         op = axes.ops[node]
-        whole = axes.ops[reader].constant or (axes.ops[reader].attends is not None and node is _mask(reader))
+        whole = axes.ops[reader].constant or (axes.ops[reader].attends is not None and node is attention_mask(reader))
         if not op.constant or whole or not layout.touches(each(op.out)):
             return env[node]
         if node not in parts:
@@ -102,11 +102,6 @@ def _attention(op: Op, axes: Axes, layout: Layout, group: fx.Node, args: Any, kw
     return context_attention, (q, k, v, mask, causal, scale, gqa, group, *draw), {}
 
 
-def _mask(node: fx.Node) -> fx.Node | None:
-    found = node.args[3] if len(node.args) > 3 else node.kwargs.get("attn_mask")
-    return found if isinstance(found, fx.Node) else None
-
-
 def _faults(axes: Axes, layout: Layout, plan: Plan, sums_tokens: bool) -> list[Fault]:
     if not layout.sharded:
         return [Fault("plan.cp", plan.cp, "no sequence of tokens was found in the data", "use plan.cp=1")]
@@ -138,7 +133,7 @@ def _stands_in_the_way(op: Op, axes: Axes, layout: Layout) -> str | None:
         return None  # the loss
     if op.attends is not None:
         *inputs, _ = op.attends
-        node = _mask(op.node)
+        node = attention_mask(op.node)
         if node is not None and not axes.ops[node].constant:
             return "takes a mask that depends on the data"
         plain = all(len(leaves(x[-2])) == 1 and leaves(x[-2])[0] in layout.sharded for x in inputs)

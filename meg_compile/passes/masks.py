@@ -13,7 +13,7 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from meg_compile.graph.capture import Captured
-from meg_compile.graph.nodes import base_name
+from meg_compile.graph.nodes import attention_mask, base_name
 
 ValueOf = Callable[[torch.Tensor], torch.Tensor]
 
@@ -22,7 +22,8 @@ def fold_masks(captured: Captured, value_of: ValueOf) -> None:
     """value_of: the real value of a buffer or constant of the model; a tensor on meta where it has none."""
     known: dict[fx.Node, str] = {}
     for node in captured.graph.nodes:
-        mask = _mask(node)
+        is_attention = node.op == "call_function" and base_name(node.target) == "scaled_dot_product_attention"
+        mask = attention_mask(node) if is_attention else None
         if mask is None:
             continue
         if mask not in known:
@@ -32,13 +33,6 @@ def fold_masks(captured: Captured, value_of: ValueOf) -> None:
             node.args = (*node.args[:3], None, p, known[mask] == "causal")  # a mask and is_causal exclude each other
             node.kwargs = {key: v for key, v in node.kwargs.items() if key in ("scale", "enable_gqa")}
     captured.graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output"))
-
-
-def _mask(node: fx.Node) -> fx.Node | None:
-    if node.op != "call_function" or base_name(node.target) != "scaled_dot_product_attention":
-        return None
-    found = node.args[3] if len(node.args) > 3 else node.kwargs.get("attn_mask")
-    return found if isinstance(found, fx.Node) else None
 
 
 def _kind(captured: Captured, mask: fx.Node, value_of: ValueOf) -> str:
