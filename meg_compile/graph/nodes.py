@@ -48,6 +48,12 @@ def module_path(path: str) -> str:
     return path.removeprefix("L['self'].").removeprefix("model").removeprefix(".")
 
 
+def in_source(node: fx.Node) -> str:
+    """ " (file.py:line)" of the user's own code, to follow an operator's name; "" where none is known."""
+    line = source_line(node)
+    return f" ({line})" if line else ""
+
+
 def source_line(node: fx.Node) -> str:
     """file.py:line of the user's (or the model's) own code that a node comes from; "" where none is known."""
     frames = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")

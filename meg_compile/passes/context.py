@@ -20,7 +20,7 @@ from meg_compile.axes.layout import Layout
 from meg_compile.axes.op import Op, each
 from meg_compile.errors import Fault, Refused
 from meg_compile.graph.capture import Captured
-from meg_compile.graph.nodes import CP, attention_mask, source_line
+from meg_compile.graph.nodes import CP, attention_mask, in_source
 from meg_compile.ops.context import context_attention, context_part
 from meg_compile.ops.counted import exact_attention
 from meg_compile.ops.group import Group, own_chunks
@@ -119,8 +119,7 @@ def _faults(axes: Axes, layout: Layout, plan: Plan, sums_tokens: bool) -> list[F
             problem = f"the field {node.target} has more than one sequence"
             faults.append(Fault("plan.cp", plan.cp, problem, "use plan.cp=1"))
         if node.op == "call_function" and not op.constant and (why := _stands_in_the_way(op, axes, layout)):
-            line = source_line(node)
-            problem = f"{op.name}{f' ({line})' if line else ''} {why}"
+            problem = f"{op.name}{in_source(node)} {why}"
             faults.append(Fault("plan.cp", plan.cp, problem, "use plan.cp=1"))
     return faults[:5]
 

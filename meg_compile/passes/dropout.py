@@ -18,7 +18,7 @@ from meg_compile.axes.layout import Layout
 from meg_compile.axes.op import Op
 from meg_compile.errors import Fault, Refused
 from meg_compile.graph.capture import Captured
-from meg_compile.graph.nodes import base_name, operand, source_line
+from meg_compile.graph.nodes import base_name, in_source, operand
 from meg_compile.ops.counted import Places, exact_attention, exact_dropout
 
 KEYS = "dropout_keys"
@@ -55,8 +55,7 @@ def _is_known(node: fx.Node) -> bool:
 
 
 def _unknown(node: fx.Node) -> Fault:
-    where = f" ({line})" if (line := source_line(node)) else ""
-    problem = f"{base_name(node.target)}{where} draws random numbers in a way that depends on the plan"
+    problem = f"{base_name(node.target)}{in_source(node)} draws random numbers in a way that depends on the plan"
     return Fault("dropout", "exact", problem, "use dropout=fast, or torch.nn.functional.dropout in the model")
 
 
@@ -100,8 +99,7 @@ def places(op: Op, axes: Axes, layout: Layout, mesh_dim: str = "tp", keys_whole:
     drawn_from = op.node.args[: 1 if op.attends is None else 2]  # of an attention, its queries and keys
     of_rows = any(not axes.ops[n].constant for n in drawn_from if isinstance(n, fx.Node))
     if of_rows != bool(num_rows) and rows > 1:
-        where = f" ({line})" if (line := source_line(op.node)) else ""
-        problem = f"dropout{where} of a value in which the rows of the batch cannot be told apart"
+        problem = f"dropout{in_source(op.node)} of a value in which the rows of the batch cannot be told apart"
         raise Refused(Fault("dropout", "exact", problem, "use dropout=fast, or drop a value of shape [batch, ...]"))
     return found, of_rows
 
