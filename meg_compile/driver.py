@@ -157,6 +157,7 @@ def loaded_program(config: Config, groups: Groups, device: torch.device, dataset
                 report.show()
             raise MegError("the compiled program does not compute what the plain model computes; nothing was trained")
         if is_same:
+            executor.seed(config.train.seed)
             return program, executor
     program = compile_program(config, dataset)
     executor = Executor(program, groups, device, config.train.seed, compiled=config.compile)

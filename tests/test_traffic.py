@@ -23,6 +23,7 @@ from zoo_layers import NormedHeads
 from meg_compile.compiler import compile
 from meg_compile.explain.traffic import collectives
 from meg_compile.models.gpt2 import GPT2
+from meg_compile.ops.group import Group
 from meg_compile.plan import Plan
 from meg_compile.program import Program
 from meg_compile.runtime.executor import Executor
@@ -48,10 +49,10 @@ class Counting:
         self.bytes: Counter[tuple[int, str, str]] = Counter()
         self.calls: Counter[tuple[int, str, str]] = Counter()
         self.lock = threading.Lock()
+        self.moves = threading.local()
         local = threaded.ProcessLocalGroup
-        real_reduce, real_send = local.allreduce, local.send
-        real_gather, real_exchange = local.all_gather_single, local.all_to_all_single
-        real_scatter = local.reduce_scatter_single
+        real_reduce, real_send, real_exchange = local.allreduce, local.send, local.all_to_all_single
+        real_gather, real_scatter = local.all_gather_single, local.reduce_scatter_single
 
         def allreduce(group, tensor_list, *args, **kwargs):
             self.note("all_reduce", group, tensor_list)
@@ -69,23 +70,37 @@ class Counting:
             self.note("reduce_scatter", group, [whole])
             return real_scatter(group, part, whole, *args, **kwargs)
 
-        def exchange(group, received, sent, *args, **kwargs):  # how a reduce-scatter is done on the CPU
-            self.note("reduce_scatter", group, [sent])
+        def exchange(group, received, sent, *args, **kwargs):
+            """How both are done on the CPU: a rank sends all but its own of as many parts as there are ranks."""
+            parts = group.size() - 1
+            assert sent.numel() % parts == 0 and received.numel() == sent.numel()
+            self.note(self.moves.kind, group, [sent.view(parts, -1)[:1]] * group.size(), calls=1)
             return real_exchange(group, received, sent, *args, **kwargs)
+
+        def named(kind):
+            real = getattr(Group, kind)
+
+            def move(*args):
+                self.moves.kind = kind
+                return real(*args)
+
+            return patch.object(Group, kind, move)
 
         self.patches = (  # a barrier of torch's would count too: it is an all-reduce here
             patch.object(local, "allreduce", allreduce),
             patch.object(local, "send", send),
             patch.object(local, "all_gather_single", gather),
-            patch.object(local, "all_to_all_single", exchange),
             patch.object(local, "reduce_scatter_single", scatter),
+            patch.object(local, "all_to_all_single", exchange),
+            named("all_gather"),
+            named("reduce_scatter"),
         )
 
-    def note(self, kind, group, tensors):
+    def note(self, kind, group, tensors, calls=None):
         key = (dist.get_rank(), kind, group.pg_name)
         with self.lock:
             self.bytes[key] += sum(t.numel() * t.element_size() for t in tensors)
-            self.calls[key] += len(tensors)
+            self.calls[key] += calls or len(tensors)
 
 
 def measure(program: Program, vocab: int) -> tuple[Counter, Counter]:

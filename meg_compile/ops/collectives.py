@@ -7,7 +7,7 @@ reduce_from_tp   all-reduce    identity       g: partial sums leave it as a whol
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
@@ -54,19 +54,17 @@ def _copy(x: torch.Tensor) -> torch.Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
-def _cut(x: torch.Tensor, tp: Group, dim: int, before: int) -> torch.Tensor:
-    """The sequence inside a dim split over the ranks: [size, ..., before x part, ...]."""
-    part = x.shape[dim] // before // tp.size
-    inside = x.shape[dim] // (before * tp.size * part)
-    split = x.reshape(*x.shape[:dim], before, tp.size, part * inside, *x.shape[dim + 1 :])
-    return split.movedim(dim + 1, 0).reshape(tp.size, *x.shape[:dim], before * part * inside, *x.shape[dim + 1 :])
+def _cut(x: torch.Tensor, tp: Group, dim: int, before: int) -> list[torch.Tensor]:
+    """The ranks' parts of the sequence inside a dim [before, tp, part, ...], as views where they can be."""
+    parts = x.unflatten(dim, (before, tp.size, -1)).unbind(dim + 1)
+    return [part.flatten(dim, dim + 1) if before > 1 else part.squeeze(dim) for part in parts]
 
 
-def _join(parts: torch.Tensor, dim: int, before: int) -> torch.Tensor:
+def _join(parts: Sequence[torch.Tensor], dim: int, before: int) -> torch.Tensor:
     """The inverse of _cut."""
-    size, *shape = parts.shape
-    split = parts.reshape(size, *shape[:dim], before, shape[dim] // before, *shape[dim + 1 :])
-    return split.movedim(0, dim + 1).reshape(*shape[:dim], size * shape[dim], *shape[dim + 1 :])
+    if before == 1:
+        return torch.cat(list(parts), dim)
+    return torch.stack([part.unflatten(dim, (before, -1)) for part in parts], dim + 1).flatten(dim, dim + 2)
 
 
 def _gather(x: torch.Tensor, tp: Group, dim: int, before: int) -> torch.Tensor:
@@ -78,7 +76,7 @@ def _reduce_scatter(x: torch.Tensor, tp: Group, dim: int, before: int) -> torch.
 
 
 def _own(x: torch.Tensor, tp: Group, dim: int, before: int) -> torch.Tensor:
-    return _cut(x, tp, dim, before)[tp.rank].clone(memory_format=torch.contiguous_format)
+    return _copy(_cut(x, tp, dim, before)[tp.rank])
 
 
 class _Move(torch.autograd.Function):

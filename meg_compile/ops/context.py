@@ -7,6 +7,7 @@ Megatron-LM). Keys and values are gathered before attention, and their gradients
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -36,13 +37,13 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, dim: int, cp: Group) -> torch.Tensor:
         ctx.dim, ctx.cp = dim, cp
-        early, late = cp.all_gather(x).chunk(2, dim + 1)
-        return torch.cat([early, late.flip(0)]).movedim(0, dim).flatten(dim, dim + 1)
+        early, late = zip(*(part.chunk(2, dim) for part in cp.all_gather(x)), strict=True)
+        return torch.cat([*early, *reversed(late)], dim)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        early, late = grad.unflatten(ctx.dim, (2 * ctx.cp.size, -1)).movedim(ctx.dim, 0).chunk(2)
-        return ctx.cp.reduce_scatter(torch.cat([early, late.flip(0)], ctx.dim + 1)), None, None
+        ranks = (replace(ctx.cp, rank=rank) for rank in range(ctx.cp.size))
+        return ctx.cp.reduce_scatter([own_chunks(grad, ctx.dim, rank) for rank in ranks]), None, None
 
 
 def context_attention(
