@@ -13,6 +13,7 @@ from meg_compile.compiler import compile
 from meg_compile.config import OWN, Config, Here, resolve
 from meg_compile.config.targets import locate
 from meg_compile.errors import Fault, Refused
+from meg_compile.passes.dropout import find_noise
 from meg_compile.program import Program
 from meg_compile.runtime.world import World
 from meg_compile.train.batches import DTYPES, batches_of
@@ -44,7 +45,7 @@ def prepare(
         dataset = None if config.task == "explain" else build_dataset(config)
         program = compile_program(config, dataset)
         faults += coupling_faults(config, program) + _vocabulary_faults(config, program, dataset)
-        faults += _block_faults(config, program)
+        faults += _block_faults(config, program) + _noise_faults(config, program)
     except Refused as error:
         if faults:
             raise Refused([*faults, *error.faults]) from error
@@ -52,7 +53,8 @@ def prepare(
     if faults:
         raise Refused(faults)
     if config.train.check is None:
-        config.train.check = sum(spec.numel for spec in program.params.values()) <= MAX_CHECKED_PARAMETERS
+        small = sum(spec.numel for spec in program.params.values()) <= MAX_CHECKED_PARAMETERS
+        config.train.check = small and not find_noise(program.captured.graph)
     return config, program
 
 
@@ -122,6 +124,20 @@ def _block_faults(config: Config, program: Program) -> list[Fault]:
         return []
     fix = f"use 0 to {blocks - 1}" if blocks > 1 else "use explain.block=0"
     return [Fault("explain.block", block, f"the model has {blocks} blocks", fix)]
+
+
+def _noise_faults(config: Config, program: Program) -> list[Fault]:
+    """A comparison with a plain model that draws its own random numbers."""
+    noise = find_noise(program.captured.graph)
+    problem, fix = (
+        f"{noise[0]}, other ones than the plain model's" if noise else "",
+        "let the model draw nothing but dropout",
+    )
+    if noise and config.task == "verify":
+        return [Fault("task", "verify", problem, fix)]
+    if noise and config.task == "train" and config.train.check:
+        return [Fault("train.check", True, problem, f"use train.check=false, or {fix}")]
+    return []
 
 
 def build_model(config: Config) -> nn.Module:

@@ -80,6 +80,11 @@ class QuitsReading(Few):
     def __getitem__(self, i):
         raise SystemExit
 
+class Noisy(Net):
+    def forward(self, ids):
+        x = self.emb(ids)
+        return self.out(x + 0.1 * torch.randn_like(x))
+
 class Contrastive(Net):
     def forward(self, ids, labels):
         z = super().forward(ids).mean(1)
@@ -226,6 +231,13 @@ CASES = [
     ),
     case("data._target_=user_code.NoLength", "data._target_=NoLength", "its __len__ raised ValueError: no index file"),
     case("data._target_=user_code.FloatLabels", "labels=float32[2, 8]", "integers"),
+    case(
+        "model._target_=user_code.Noisy +model.width=8 task=verify dropout=fast", "task=verify", "randn_like (user_code"
+    ),
+    case(
+        "model._target_=user_code.Noisy +model.width=8 train.check=true dropout=fast", "train.check=false", "randn_like"
+    ),
+    case("model._target_=user_code.Noisy +model.width=8", "dropout=exact", "dropout=fast", "randn_like"),
     case(
         "model._target_=user_code.Contrastive +model.width=8 plan=single",
         *("train.micro_batch_size=2", "matmul at user_code.py", "plan.dp=1 and train.micro_batch_size=16"),

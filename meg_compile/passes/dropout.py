@@ -31,8 +31,11 @@ def draw_by_counters(captured: Captured) -> None:
     random = [n for n in graph.nodes if n.op == "call_function" and _is_random(n)]
     if not random:
         return
-    if faults := [_unknown(n) for n in random if not _is_known(n)]:
-        raise Refused(faults)
+    if others := find_noise(graph):
+        fix = "use dropout=fast, or torch.nn.functional.dropout in the model"
+        raise Refused(
+            [Fault("dropout", "exact", f"{other} in a way that depends on the plan", fix) for other in others]
+        )
     last = [n for n in graph.nodes if n.op == "placeholder"][-1]
     with graph.inserting_after(last):
         keys = graph.placeholder(KEYS)
@@ -54,9 +57,10 @@ def _is_known(node: fx.Node) -> bool:
     return base_name(node.target) in ("dropout", "scaled_dot_product_attention")
 
 
-def _unknown(node: fx.Node) -> Fault:
-    problem = f"{base_name(node.target)}{in_source(node)} draws random numbers in a way that depends on the plan"
-    return Fault("dropout", "exact", problem, "use dropout=fast, or torch.nn.functional.dropout in the model")
+def find_noise(graph: fx.Graph) -> list[str]:
+    """Random operators other than dropout, whose numbers no plan can be made to share."""
+    random = (n for n in graph.nodes if n.op == "call_function" and _is_random(n) and not _is_known(n))
+    return [f"{base_name(n.target)}{in_source(n)} draws random numbers" for n in random]
 
 
 def _replace(node: fx.Node, keys: fx.Node, site: int) -> None:
