@@ -59,4 +59,4 @@ def test_random_architectures():
 
     one()
     print(dict(found))
-    assert found["same"] > 0.6 * found.total(), f"hardly anything is compiled: {found}"
+    assert found["same"] > 0.7 * found.total(), f"hardly anything is compiled: {found}"
