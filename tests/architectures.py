@@ -1,8 +1,8 @@
 """Random small transformers, for tests that a compilation of any of them is right or refused.
 
 `Architecture` says how one is put together, in the ways in which people do it; `architectures()` and `compilations()`
-are hypothesis strategies. Everything a field can name occurs in published models, or is there because it traps a compiler
-(a norm or a softmax over the axis that would be sharded, a second reader between a pair).
+are hypothesis strategies. All that a field can name occurs in published models, or is there because it traps a
+compiler (a norm or a softmax over the axis that would be sharded, a second reader between a pair).
 
 B batch, T tokens, C hidden, H heads, K key/value heads, D head size, F feed-forward size.
 """
