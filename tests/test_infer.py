@@ -93,7 +93,8 @@ def test_what_an_operator_needs_whole_says_so(op, why):
 
 def test_an_operator_without_a_rule_keeps_all_that_it_touches_whole():
     axes, _ = axes_of(lambda x, w: torch.special.i0(F.linear(x, w)), w=(12, 8))
-    assert whole_reasons(axes.stored["w"][0]) == {"special_i0 has no rule (special_i0)"}
+    (reason,) = whole_reasons(axes.stored["w"][0])
+    assert reason.startswith("special_i0 has no rule (test_infer.py:")
 
 
 def test_a_softmax_over_another_axis_leaves_this_one_free():

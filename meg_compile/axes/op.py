@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from math import prod
 from typing import Any
 
 import torch
 from torch import fx
 
-from meg_compile.axes.atoms import Dim, Dims, atoms, cut, fresh, mark_whole
-from meg_compile.graph.nodes import base_name
+from meg_compile.axes.atoms import Dim, Dims, atoms, cut, fresh, mark_whole, size_of
+from meg_compile.graph.nodes import base_name, source_line
 
 Rule = Callable[..., Any]
 """(op, *args, **kwargs) with tensors as Dims -> the Dims of the result (a list for several results)."""
@@ -86,10 +87,15 @@ class Op:
         self.drawn: Dims | None = None
         self.source = False
 
+    @property
+    def flops(self) -> int:
+        """Floating-point operations of its forward on whole tensors."""
+        return self.work * prod(map(size_of, self.space or ()))
+
     def whole(self, dim: Dim, why: str) -> None:
         """This operator needs all of a dim: every rank keeps it whole."""
         self.needed.append(dim)
-        mark_whole(dim, f"{self.name} {why} ({self.node.name})")
+        mark_whole(dim, f"{self.name} {why} ({source_line(self.node) or self.node.name})")
 
     def new_whole(self, size: int, why: str) -> Dim:
         dim = fresh(size)

@@ -37,4 +37,6 @@ def convolution(op: Op, x: Dims, weight: Dims, bias: Dims | None = None, *args: 
         op.whole(dim, "convolves over it")
     if bias is not None:
         unify(weight[0], bias[0])
-    return Dims((x[0], weight[0], *(op.new_whole(n, "makes it") for n in op.val.shape[2:])))
+    out = Dims((x[0], weight[0], *(op.new_whole(n, "makes it") for n in op.val.shape[2:])))
+    op.space, op.work = Dims(out + weight[1:]), 2
+    return out
