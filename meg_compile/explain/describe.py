@@ -14,7 +14,7 @@ from meg_compile.explain.table import human_bytes, human_count, human_flops, tab
 from meg_compile.explain.text import to_text
 from meg_compile.explain.timeline import figures, timeline
 from meg_compile.explain.traffic import Collective, collectives
-from meg_compile.graph.nodes import locate
+from meg_compile.graph.nodes import locate, starred
 from meg_compile.passes.partition import Stage
 
 if TYPE_CHECKING:
@@ -178,7 +178,7 @@ def _linears(program: Program) -> str:
     alike: dict[tuple[str, ...], list[Linear]] = defaultdict(list)
     for x in find_linears(program):
         shape, why = "x".join(map(str, x.shape)), x.axis or _anonymous(x.why)
-        alike[_starred(x.module), shape, x.role, why, x.source].append(x)
+        alike[starred(x.module), shape, x.role, why, x.source].append(x)
     rows = [(*row, len(group), f"{sum(x.flops for x in group) / total:.1%}") for row, group in alike.items()]
     header = ("module", "weight", "role", "axis, or why it is whole", "source", "times", "FLOPs")
     return f"{table(header, rows, (5, 6))}\n\n  {_parallel(program)}"
@@ -259,7 +259,7 @@ def _share(program: Program, stage: Stage) -> float:
 def _traffic(program: Program, num_micro_batches: int) -> str:
     sums: dict[tuple[Any, ...], list[Collective]] = defaultdict(list)
     for c in collectives(program):
-        what = _starred(re.sub(r"_?\d+", "", c.what)) if c.when != "step" else re.sub(r" of .*", "s", c.what)
+        what = starred(re.sub(r"_?\d+", "", c.what)) if c.when != "step" else re.sub(r" of .*", "s", c.what)
         sums["all" if c.stage is None else c.stage, c.group, c.kind, c.when, what].append(c)
     rows = []
     for (stage, group, kind, when, what), found in sums.items():
@@ -283,11 +283,6 @@ def _grouped(rows: Iterable[Hashable]) -> list[tuple[Any, int]]:
     return list(counts.items())
 
 
-def _starred(path: str) -> str:
-    """A module path without its block numbers: h.3.mlp -> h.*.mlp."""
-    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path)
-
-
 def _anonymous(reason: str) -> str:
     """A reason without the names of graph nodes, so that equal blocks read alike."""
     return re.sub(r" \(\w+\)", "", reason)
@@ -295,7 +290,7 @@ def _anonymous(reason: str) -> str:
 
 def _listed(modules: Iterable[str]) -> str:
     """Module paths without block numbers, each once."""
-    return ", ".join(dict.fromkeys(map(_starred, modules)))
+    return ", ".join(dict.fromkeys(map(starred, modules)))
 
 
 def _indent(text: str) -> str:

@@ -106,7 +106,7 @@ def _why_whole(produced: set[Atom], summed: set[Atom], program: Program, lookup:
     refused = program.choice.refused
     out = _reasons(produced, refused) or "no later Linear contracts it"
     if lookup:
-        return f"its rows are not looked up by data; its output: {out}"
+        return f"{_reasons(summed, refused) or 'its rows are not looked up by data'}; its output: {out}"
     into = _reasons(summed, refused) or "no Linear produces it"
     return f"output: {out}; input: {into}"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,17 @@ def locate(node: fx.Node) -> str:
 def module_path(path: str) -> str:
     """A module path as the user knows it, without the wrapper that capture puts around the model."""
     return path.removeprefix("L['self'].").removeprefix("model").removeprefix(".")
+
+
+def matches(pattern: str, path: str) -> bool:
+    """Whether a glob is for a dotted path or for a module that it lies in: "h.*.mlp" for "h.0.mlp.fc1.weight" too."""
+    parts = path.split(".")
+    return any(fnmatchcase(".".join(parts[:end]), pattern) for end in range(1, len(parts) + 1))
+
+
+def starred(path: str) -> str:
+    """A module path without its block numbers: h.3.mlp -> h.*.mlp."""
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path)
 
 
 def in_source(node: fx.Node) -> str:
