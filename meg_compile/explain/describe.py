@@ -9,11 +9,13 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from meg_compile.axes.atoms import Atom, atoms
+from meg_compile.axes.op import how_to_add
 from meg_compile.explain.linears import Linear, find_linears
 from meg_compile.explain.table import human_bytes, human_count, human_flops, table
 from meg_compile.explain.text import to_text
 from meg_compile.explain.timeline import figures, timeline
 from meg_compile.explain.traffic import Collective, collectives
+from meg_compile.explain.unruled import find_unruled
 from meg_compile.graph.nodes import locate, starred
 from meg_compile.passes.partition import Stage
 
@@ -33,6 +35,7 @@ def explain(program: Program, num_micro_batches: int = 1, block: int = 0) -> str
         "Axes": _axes(program),
         "Pairs": _pairs(program),
         "Linears and embeddings": _linears(program),
+        "Operators without a rule": _unruled(program),
         _graph_title(program, block): _graph(program, block),
         "Stages": _stages(program),
         f"Schedule {program.plan.schedule} of {_several(num_micro_batches, 'micro-batch')}": (
@@ -55,7 +58,8 @@ def to_dict(program: Program, num_micro_batches: int = 1) -> dict[str, Any]:
         "axes": _axis_rows(program),
         "pairs": [{"axis": axis, "column": c, "row": r} for axis, c, r in _pair_rows(program)],
         "flops": program.parallel_flops()._asdict() | {"share": program.parallel_flops().share},
-        "linears": [{k: v for k, v in vars(linear).items() if k != "atoms"} for linear in find_linears(program)],
+        "linears": [{k: v for k, v in vars(x).items() if not isinstance(v, frozenset)} for x in find_linears(program)],
+        "operators_without_a_rule": [asdict(one) for one in find_unruled(program)],
         "params": {
             name: {
                 "shape": spec.shape,
@@ -189,6 +193,16 @@ def _parallel(program: Program) -> str:
     own, whole = human_flops(flops.parallel, flops.total)
     of = "forward of one micro-batch" + " on one cp rank" * (program.plan.cp > 1)
     return f"{own} of {whole} run in parallel over tp ({flops.share:.1%}): products with weights and attention, {of}"
+
+
+def _unruled(program: Program) -> str:
+    found = find_unruled(program)
+    if not found:
+        return ""
+    rows = [(x.operator, x.source, x.times, ", ".join(x.linears) or "none", f"{x.share:.1%}") for x in found]
+    header = ("operator", "source", "times", "Linears that stay whole because of it", "FLOPs")
+    hint = "\n".join(f"    {x.operator}: {how_to_add(x.operator)}" for x in {x.operator: x for x in found}.values())
+    return f"{table(header, rows, (2, 4))}\n\n  What they touch is taken to be needed whole, also by sp and cp.\n{hint}"
 
 
 def _block(program: Program, block: int) -> tuple[str, Stage]:

@@ -25,6 +25,7 @@ class Linear:
     role:  "column" (produces a sharded axis), "row" (contracts one), "vocab" (its vocabulary is sharded) or "whole".
     axis:  the sharded axis, in words; for a whole one "".
     why:   for a whole one, the reason.
+    atoms: the sharded axes of those that it has (`produced`, `contracted`).
     """
 
     module: str
@@ -36,6 +37,8 @@ class Linear:
     why: str
     source: str
     atoms: frozenset[Atom]
+    produced: frozenset[Atom]
+    contracted: frozenset[Atom]
 
 
 def find_linears(program: Program) -> list[Linear]:
@@ -91,6 +94,8 @@ def _describe(node: fx.Node, op: Op, weight: fx.Node, program: Program) -> Linea
         why,
         source_line(node),
         frozenset(sharded),
+        frozenset(produced),
+        frozenset(summed),
     )
 
 

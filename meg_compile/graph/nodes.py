@@ -18,9 +18,16 @@ PRODUCTS = {"linear", "mm", "addmm", "bmm", "baddbmm", "matmul", "einsum"}
 """Operators whose gradient for one operand needs another operand."""
 
 
+OURS = ("aten", "prims", "meg_compile")
+
+
 def base_name(target: Any) -> str:
-    """An operator's name without namespace, overload or the underscore of its in-place form."""
+    """An operator's name without overload or the underscore of its in-place form; one that is not torch's or ours with
+    its namespace ("mylib::softmax"), so that it is not taken for torch's."""
     name = getattr(target, "_opname", None) or getattr(target, "__name__", str(target))
+    namespace = getattr(target, "namespace", "aten")
+    if isinstance(namespace, str) and namespace not in OURS:
+        return f"{namespace}::{name}"
     return name if name.startswith("__") else name.rstrip("_")
 
 
