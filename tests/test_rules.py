@@ -11,8 +11,8 @@ from zoo import case
 
 import run
 from meg_compile import rule
+from meg_compile.axes import Dims, broadcast
 from meg_compile.axes import op as registry
-from meg_compile.axes.atoms import Dims
 from meg_compile.errors import Refused
 from meg_compile.plan import Plan
 
@@ -125,6 +125,44 @@ def test_what_a_rule_says_of_rows(monkeypatch, answer, verdict):
         part in said and bool(part) == bool(said)
         for part, said in zip(verdict, (units.coupled, units.unclear), strict=True)
     )
+
+
+def test_a_sum_over_pairs_of_rows_couples_them(monkeypatch):
+    """The rule sums over the rows of both operands, which are not the same rows."""
+    pairs = torch.library.custom_op(
+        "own_test::pairs", lambda x, y: x.sum() * y.sum(), mutates_args=(), schema="(Tensor x, Tensor y) -> Tensor"
+    )
+    pairs.register_fake(lambda x, y: x.new_empty(()))
+    pairs.register_autograd(lambda ctx, grad: (grad.expand(2), grad.expand(2)))
+    monkeypatch.setitem(registry._RULES, "own_test::pairs", lambda op, x, y: (op.sum(x[0], y[0]), Dims())[1])
+
+    class Loss(own_ops.Net):
+        def forward(self, ids):
+            x = super().forward(ids).square().mean((1, 2))
+            return pairs(x, x * 1.0)
+
+    units = compile_case(case(Loss, objective=lambda m, b: m(b["input_ids"]), loss=None, vocab=256), Plan(), 2).units
+    assert "it brings different rows together" in units.coupled
+
+
+def test_a_rule_that_lets_rows_meet_a_constant_entry_by_entry_couples_them(monkeypatch):
+    """Each row is multiplied by its place in the batch."""
+    times = torch.library.custom_op(
+        "own_test::times", lambda x, y: x * y, mutates_args=(), schema="(Tensor x, Tensor y) -> Tensor"
+    )
+    times.register_fake(lambda x, y: torch.empty_like(x))
+    times.register_autograd(lambda ctx, grad: (grad, None))
+    monkeypatch.setitem(registry._RULES, "own_test::times", lambda op, x, y: broadcast(x, y))
+
+    def coupled(by):
+        class Placed(own_ops.Net):
+            def forward(self, ids):
+                return times(super().forward(ids), by(len(ids))[:, None, None])
+
+        return compile_case(case(Placed, vocab=256), Plan(), 2).units.coupled
+
+    assert "own_test::times" in coupled(torch.arange) and "by their place" in coupled(torch.arange)
+    assert coupled(torch.ones) == ""
 
 
 @pytest.mark.dist

@@ -12,7 +12,7 @@ from meg_compile.axes.infer import apply_rule
 from meg_compile.axes.op import Op, dims_like, each, how_to_add, rule_for
 from meg_compile.passes.rows.call import Call
 from meg_compile.passes.rows.rules import total
-from meg_compile.passes.rows.state import Const, Couples, Piece, Rows, State, Unclear
+from meg_compile.passes.rows.state import Const, Couples, Piece, Rows, State, Unclear, is_alike
 
 
 def by_axes(call: Call) -> State | list[State]:
@@ -36,6 +36,8 @@ def _operand(node: fx.Node, call: Call) -> Op:
 def _result(op: Op, out: Dims, ops: dict[fx.Node, Op], call: Call) -> State:
     needed, summed = _leaves(op.needed), _leaves(op.summed)
     found: set[tuple[Piece, ...]] = set()
+    sums: set[tuple[Dim, ...]] = set()
+    rows: set[Atom] = set()
     for node, operand in ops.items():
         state = call.state(node)
         if not isinstance(state, Rows):
@@ -43,18 +45,25 @@ def _result(op: Op, out: Dims, ops: dict[fx.Node, Op], call: Call) -> State:
         of_rows = [leaves(operand.out[piece.dim]) for piece in state.pieces]
         if not all(of_rows):
             raise Unclear("a batch of one row does not show where its rows lie")
+        rows |= _leaves(of_rows)
         if needed & _leaves(of_rows):
             raise Couples("its rule needs the rows whole")
         gone = [_leaves([parts]) <= summed for parts in of_rows]
         if all(gone):
-            return total(call, "mean" if op.average else "sum")
+            sums.add(tuple(of_rows))
+            continue
         places = [[i for i, dim in enumerate(out) if leaves(dim) == parts] for parts in of_rows]
         if any(gone) or any(len(at) != 1 for at in places):
             raise Couples("its rule does not give the rows back as one dim")
         found.add(tuple(sorted(p._replace(dim=at[0]) for p, at in zip(state.pieces, places, strict=True))))
-    if len(found) != 1:
+    for node, operand in ops.items():
+        state, shape = call.state(node), call.shape_of(node)
+        met = [i for i, dim in enumerate(operand.out) if _leaves([dim]) & rows]
+        if isinstance(state, Const) and not all(is_alike(state, i, shape) for i in met):
+            raise Couples("it treats rows by their place in the batch")
+    if len(found) + len(sums) != 1:
         raise Couples("it brings different rows together")
-    return Rows(found.pop())
+    return Rows(found.pop()) if found else total(call, "mean" if op.average else "sum")
 
 
 def _leaves(dims: list[Dim]) -> set[Atom]:
