@@ -64,7 +64,7 @@ def compile(
     draws = find_draws(axes)
     axes, parts = share_context(captured, axes, plan, units.tokens)
 
-    choice = choose(axes, plan)
+    choice = choose(axes, plan, captured.aliases)
     sequence = shard_sequence(axes, choice.layout, plan)
     parallel = tensor_parallel(captured.graph, axes, choice.layout, sequence)
     check_shapes(parallel.graph, plan, _on_meta(captured, axes, choice.layout))

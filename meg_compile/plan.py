@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from meg_compile.errors import Fault, Refused, any_of, nearest
 from meg_compile.mesh import Mesh
@@ -30,6 +30,10 @@ class Plan:
               None lets the compiler balance them
     split     of a model with two towers (encoder, decoder) the stage at which the second one starts; None finds the
               stage that makes the dearest one cheapest, where the second tower has an input of its own
+    place     stages of single blocks by name or pattern, {"h.0": 0, "encoder.*": 1}; the rest is balanced around them
+    keep      what stays whole on every tp rank: axes ("ffn"), parameters or modules ("h.0.mlp.*", "*.attn")
+    shard     what must be sharded over tp, by the same patterns or one dim of them ("h.*.mlp.fc1.weight:0"); it wins
+              where two axes compete in one tensor
     recompute what backward computes again instead of keeping it: one of `RECOMPUTE`; "selective" is the attention core
     recompute_every  of a stage's blocks, recompute each n-th
     strict    refuse a model with an axis that tp does not divide, rather than keep those layers whole
@@ -45,6 +49,9 @@ class Plan:
     schedule: str = "1f1b"
     stages: tuple[int, ...] | str | None = None
     split: int | None = None
+    place: Mapping[str, int] = field(default_factory=dict, hash=False)
+    keep: tuple[str, ...] = ()
+    shard: tuple[str, ...] = ()
     recompute: str = "none"
     recompute_every: int = 1
     strict: bool = True
@@ -62,6 +69,8 @@ class Plan:
         """What it does, as settings: "tp=2 pp=2 sp zero=1 1f1b"."""
         said = [f"{name}={getattr(self, name)}" for name in ("tp", "cp", "dp", "pp", "vpp") if getattr(self, name) > 1]
         said += ["sp"] * (self.sp and self.tp > 1) + [f"zero={self.zero}"] * (self.zero > 0 and self.dp > 1)
+        said += [f"{name}={','.join(getattr(self, name))}" for name in ("keep", "shard") if getattr(self, name)]
+        said += [f"place={','.join(f'{name}:{stage}' for name, stage in self.place.items())}"] * bool(self.place)
         said += [self.schedule] * (self.pp > 1) + [f"recompute={self.recompute}"] * (self.recompute != "none")
         return " ".join(said) or "one rank"
 
@@ -91,6 +100,9 @@ def plan_faults(
     schedule: str,
     stages: Sequence[int] | str | None,
     split: int | None,
+    place: Mapping[str, int],
+    keep: Sequence[str],
+    shard: Sequence[str],
     recompute: str,
     recompute_every: int,
     strict: bool,
@@ -124,11 +136,29 @@ def plan_faults(
     if vpp > 1 and pp == 1:
         problem = "only a pipeline has stages to interleave"
         faults.append(Fault("plan.vpp", vpp, problem, "use plan.vpp=1, or plan.pp=2 or more"))
+    faults += _pattern_faults(place, keep, shard, pp * vpp)
     if split is not None:
         faults += _split_faults(pp, vpp, stages, split)
     if isinstance(stages, str):
         return faults + _layout_faults(pp, vpp, stages)
     return faults + ([] if stages is None else _stages_faults(pp, vpp, stages))
+
+
+def _pattern_faults(place: Mapping[str, int], keep: Sequence[str], shard: Sequence[str], stages: int) -> list[Fault]:
+    faults = []
+    for key, pattern in [*(("plan.keep", p) for p in keep), *(("plan.shard", p) for p in shard)]:
+        path, colon, dim = pattern.partition(":")
+        if not path or (colon and not dim.isdecimal()):
+            problem = "a pattern is a name, or a name with a dim behind a colon"
+            faults.append(Fault(key, pattern, problem, "write it as h.*.mlp.fc1.weight:0, say"))
+        elif key == "plan.shard" and pattern in keep:
+            faults.append(Fault(key, pattern, f"plan.keep={pattern} keeps it whole", "leave one of the two out"))
+    for pattern, stage in place.items():
+        if not 0 <= stage < max(stages, 1):
+            problem = f"there is no stage {stage} of {stages}" + ", counted from 0" * (stages > 1)
+            fix = f"use 0 to {stages - 1}" if stages > 1 else "use 0, or plan.pp=2 or more"
+            faults.append(Fault(f"plan.place.{pattern}", stage, problem, fix))
+    return faults
 
 
 def _split_faults(pp: int, vpp: int, stages: Sequence[int] | str | None, split: int) -> list[Fault]:

@@ -12,6 +12,7 @@ from meg_compile.axes.infer import Axes
 from meg_compile.axes.layout import Shard
 from meg_compile.explain.describe import explain, to_dict
 from meg_compile.graph.capture import Captured
+from meg_compile.graph.cost import Flops, count_flops
 from meg_compile.ops.counted import Places, row_keys
 from meg_compile.passes.choose import Choice
 from meg_compile.passes.context import Fields
@@ -186,6 +187,20 @@ class Program:
         """
         copy = spec.local_numel * spec.dtype.itemsize if spec.halved and not self.splits(spec) else 0
         return self.share(spec) * spec.held.itemsize + copy
+
+    def parallel_flops(self) -> Flops:
+        """How much of the model runs in parallel over tp: (parallel, total, share) of its floating-point operations.
+
+        Counted is the forward of one micro-batch in the plain model: two for each multiply-add of matrix products
+        (Linears, bmm, einsum, those of weights with each other too), of convolutions and of
+        scaled_dot_product_attention (both its products, over all pairs of positions, whatever the mask), as Megatron's
+        formulas do. What goes entry by entry, embeddings, norms, softmax and the loss count nothing, nor does an
+        operator without a rule. Parallel is an operator of which each tp rank computes a part: a sharded axis runs
+        through it, or, with plan.sp, it runs on the rank's part of the sequence. With plan.cp the counts are those of
+        one cp rank's part of every sequence.
+        """
+        nodes = {node.name: node for stage in self.stages for node in stage.graph.nodes}  # some run in several stages
+        return count_flops(nodes.values())
 
     def explain(self, num_micro_batches: int = 1, block: int = 0) -> str:
         """The axes, every pair, every Linear outside one and why, the graph of one block with its f and g, the stages,

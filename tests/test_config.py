@@ -108,6 +108,13 @@ def test_the_largest_published_models_have_heads_of_96(composed):
         assert args["hidden"] / args["heads"] == 96
 
 
+def test_patterns_of_a_plan_are_typed_as_they_read(composed):
+    (config,) = composed("plan.place={h.0: 0, h.*: 1}", "plan.keep=[*.attn,ffn]", "plan.shard=[h.*.mlp.c_fc.weight:0]")
+    assert config.plan.plan() == Plan(
+        tp=2, pp=2, place={"h.0": 0, "h.*": 1}, keep=("*.attn", "ffn"), shard=("h.*.mlp.c_fc.weight:0",)
+    )
+
+
 def test_numbers_are_numbers_wherever_they_are_written(composed, tmp_path):
     (tmp_path / "mine.yaml").write_text(
         "defaults: [config, _self_]\noptim: {lr: 1e-4, eps: '1e-9'}\ntrain: {steps: '7'}"

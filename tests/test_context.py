@@ -21,7 +21,7 @@ UNDERSTOOD = """cpu_constants einsum_rms encoder experts frozen fused_grouped_kv
     lora padding_idx_tied position_in_pair relative_bias rotary_grouped shared_relative_bias u_net vocab_101""".split()
 REFUSED = {
     "alibi": r"matmul \(zoo_layers.py:\d+\) relates positions to positions",
-    "argmax": r"argmax \(zoo_models.py:\d+\) needs the whole sequence",
+    "argmax": r"argmax \(zoo_models.py:\d+\) has no rule, so it is taken to need the whole sequence; add one",
     "class_token": r"select \(zoo_models.py:\d+\) needs the whole sequence",
     "conv_stem": "no sequence of tokens was found",
     "extra_term": "the loss is not a cross entropy over tokens",

@@ -93,7 +93,8 @@ def test_what_an_operator_needs_whole_says_so(op, why):
 
 def test_an_operator_without_a_rule_keeps_all_that_it_touches_whole():
     axes, _ = axes_of(lambda x, w: torch.special.i0(F.linear(x, w)), w=(12, 8))
-    assert whole_reasons(axes.stored["w"][0]) == {"special_i0 has no rule (special_i0)"}
+    (reason,) = whole_reasons(axes.stored["w"][0])
+    assert reason.startswith("special_i0 has no rule (test_infer.py:")
 
 
 def test_a_softmax_over_another_axis_leaves_this_one_free():
@@ -133,7 +134,9 @@ def test_a_rule_that_contradicts_the_capture_is_found(monkeypatch):
     from meg_compile.axes import op as registry
 
     monkeypatch.setitem(registry._RULES, "tanh", lambda op, x: Dims(x[:-1]))
-    with pytest.raises(MegError, match=r"its rule says .*, the capture \(2, 6, 8\)"):
+    with pytest.raises(
+        MegError, match=r"tanh \(test_infer.py:\d+\): the rule <lambda> .* says \[2, 6\], .* gives \[2, 6, 8\]"
+    ):
         axes_of(lambda x: torch.tanh(x * 1.0))
 
 

@@ -196,6 +196,8 @@ CASES = [
     case("plan.stages=Et|t*3", "plan.stages=Et|t*3", "must end with L"),
     case("plan.stages='Et*2|(t|)*2L'", "plan.stages=Et*2|(t|)*2L", "4 stages", "plan.vpp=2"),
     case("plan.split=2", "plan.split=2", "use plan.split=1, or null"),
+    case("plan.place={h.0:0,h.1:one}", "plan.place=", "must be a mapping from names to whole numbers"),
+    case("plan.shard=['h.*.mlp.c_fc.weight:1']", "plan.shard=h.*.mlp.c_fc.weight:1", "normalises over it (gpt2.py:"),
     case("launch.nproc=3", "launch.nproc=3", "tp 2 x cp 1 x dp 1 x pp 2 = 4", "launch.nproc=4"),
     case("launch.nproc=4 plan.dp=2", "launch.nproc=4", "tp 2 x cp 1 x dp 2 x pp 2 = 8", "plan.dp=1"),
     case("launch.device=cuda", "launch.device=cuda", "4 local ranks", "launch.device=cpu"),

@@ -57,6 +57,15 @@ def test_an_encoder_and_a_decoder(plan, size):
     check(SMALL, plan, size)
 
 
+def test_a_block_of_the_encoder_may_be_placed_beside_the_decoder():
+    """Left alone, the decoder starts on a stage of its own."""
+    alone, placed = (compile_case(SMALL, Plan(pp=2, place=place), 1) for place in ({}, {"encoder.1": 1}))
+    assert [len(stage.layers) for stage in alone.stages] == [2, 2]
+    assert [len(stage.layers) for stage in placed.stages] == [1, 3]
+    with pytest.raises(Refused, match=r"plan.split=1: plan.place=\{'encoder.1': 1\} puts a block of the other tower"):
+        compile_case(SMALL, Plan(pp=2, split=1, place={"encoder.1": 1}), 1)
+
+
 @pytest.fixture(scope="module")
 def whole():
     return compile_case(LARGER, Plan(), 1).stages[0]

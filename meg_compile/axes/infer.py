@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,9 +14,9 @@ from torch.fx.node import map_arg
 
 import meg_compile.axes.rules  # noqa: F401  (registers the rules)
 from meg_compile.axes.atoms import Dims, name, size_of
-from meg_compile.axes.op import Op, dims_like, each, rule_for
-from meg_compile.errors import MegError
-from meg_compile.graph.nodes import BOUND, operand
+from meg_compile.axes.op import Op, Rule, dims_like, each, rule_for
+from meg_compile.errors import Fault, MegError, Refused
+from meg_compile.graph.nodes import BOUND, in_source, operand
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,7 @@ class Axes:
 def infer(graph: fx.Graph, tensors: dict[str, torch.Tensor]) -> Axes:
     """Infer the logical axes of a graph whose get_attr nodes name entries of `tensors`.
 
-    MegError where a rule's result contradicts the shape that was captured (a fault of the rule).
+    Refused where a rule fails, or its result contradicts the shape that was captured (a fault of the rule).
     """
     ops: dict[fx.Node, Op] = {}
     stored: dict[str, Dims] = {}
@@ -43,7 +45,7 @@ def infer(graph: fx.Graph, tensors: dict[str, torch.Tensor]) -> Axes:
         elif node.op == "placeholder":
             op.out = dims_like(op.val)
         elif node.op == "call_function":
-            _call(op, ops)
+            apply_rule(op, ops)
         elif node.op == "output":
             op.operands = [ops[n].out for n in node.all_input_nodes]
         else:
@@ -57,7 +59,8 @@ def infer(graph: fx.Graph, tensors: dict[str, torch.Tensor]) -> Axes:
     return Axes(ops, stored)
 
 
-def _call(op: Op, ops: dict[fx.Node, Op]) -> None:
+def apply_rule(op: Op, ops: Mapping[fx.Node, Op]) -> None:
+    """Fill in what is known of an operator from its operands and its rule."""
     node = op.node
     inputs = [ops[n] for n in node.all_input_nodes]
     op.constant = all(i.constant for i in inputs)
@@ -70,9 +73,33 @@ def _call(op: Op, ops: dict[fx.Node, Op]) -> None:
         op.out = args[0][args[1]]
         return
     rule = rule_for(op)
-    op.out = rule(op, *args, **kwargs) if rule else op.unknown()
-    if isinstance(op.val, torch.Tensor) and [size_of(d) for d in op.out] != list(op.val.shape):
-        raise MegError(f"{node.format_node()}: its rule says {op.out}, the capture {tuple(op.val.shape)}")
+    if rule is None:
+        op.out = op.unknown()
+        return
+    try:
+        op.out = rule(op, *args, **kwargs)
+    except Exception as error:
+        raise Refused(_at_fault(op, rule, f"raises {type(error).__name__}: {error}")) from error
+    values, outs = (v if isinstance(v, (list, tuple)) and not isinstance(v, Dims) else [v] for v in (op.val, op.out))
+    says, is_ = list(map(_sizes, outs)), [list(v.shape) if isinstance(v, torch.Tensor) else None for v in values]
+    if len(says) != len(is_) or any(shape is not None and said != shape for said, shape in zip(says, is_, strict=True)):
+        raise Refused(_at_fault(op, rule, f"says {_shown(says)}, and the operator gives {_shown(is_)}"))
+
+
+def _sizes(out: Any) -> list[int] | str:
+    return [size_of(dim) for dim in out] if isinstance(out, Dims) else type(out).__name__
+
+
+def _shown(shapes: list[Any]) -> str:
+    return ", ".join(map(str, shapes))
+
+
+def _at_fault(op: Op, rule: Rule, problem: str) -> Fault:
+    code = getattr(rule, "__code__", None)
+    where = f" ({Path(code.co_filename).name}:{code.co_firstlineno})" if code else ""
+    about = f"the rule {getattr(rule, '__name__', 'given')}{where} {problem}"
+    fix = "let it return the Dims of each result, with a dim for each of its dims, or op.unknown()"
+    return Fault(f"{op.name}{in_source(op.node)}", None, about, fix)
 
 
 def _has_gradient(val: Any) -> bool:

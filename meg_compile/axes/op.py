@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from math import prod
 from typing import Any
 
 import torch
 from torch import fx
 
-from meg_compile.axes.atoms import Dim, Dims, atoms, cut, fresh, mark_whole
-from meg_compile.graph.nodes import base_name
+from meg_compile.axes.atoms import Dim, Dims, atoms, cut, fresh, mark_whole, size_of
+from meg_compile.graph.nodes import base_name, source_line
 
 Rule = Callable[..., Any]
 """(op, *args, **kwargs) with tensors as Dims -> the Dims of the result (a list for several results)."""
@@ -17,25 +18,50 @@ Rule = Callable[..., Any]
 Localise = Callable[..., tuple[Any, tuple, dict]]
 """(size, *args, **kwargs) -> (target, args, kwargs): how the op is written on shards; size(dim) is a local size."""
 
+NO_RULE = "has no rule"
 _RULES: dict[str, Rule] = {}
 
 
 def rule(*names: str) -> Callable[[Rule], Rule]:
-    """Register a rule for ATen operators, by name ("add") or name and overload ("max.other").
+    """Register a rule for operators: torch's by name ("add") or name and overload ("max.other"), those of a library
+    with its namespace ("mylib::scale").
 
-    A rule states facts about axes: it returns the result's Dims, having unified what is the same axis
-    (`unify`), marked what is needed whole (`op.whole`), and said what is summed over (`op.sum`).
-    ValueError for a name that has a rule already.
+    A rule is called with what is known of the operator (`Op`) and with its arguments, tensors as their dims (`Dims`).
+    It states facts about axes, which must hold in forward and backward (`broadcast`, `unify` and `Dims` are in
+    `meg_compile.axes`):
+
+        return x                     the result has the axes of x (for several results: a list)
+        broadcast(x, y)              entry by entry: dims that broadcast together are one axis; gives the result's Dims
+        unify(x[0], y[1])            these two dims are the same axis
+        x.put(1, d)                  x with another dim 1; with none, x.put(1), without that dim
+        op.whole(x[1], "sorts it")   every rank needs all of this dim, and why
+        op.new_whole(n, "makes it")  a new dim of n entries that stays whole
+        op.sum(x[1])                 sums over this dim, so that on a part of it the result is a partial sum
+        op.average = True            and divides the sum by the number of entries
+        op.space, op.work            the dims that it loops over, and operations at each point of these (for costs)
+        op.localise = f              f(size, *args, **kwargs) -> (target, args, kwargs): how it is called on shards,
+                                     where arguments are sizes; size(dim) is a local one
+        return op.unknown()          for a use that the rule does not know: all that it touches stays whole
+
+    A dim that the rule neither needs whole nor sums over may be cut: the operator must then give on a part of it that
+    part of its result. The compiler checks the sizes that a rule gives against the captured ones; that it tells the
+    truth is what task=verify shows. ValueError for a name that has a rule already.
     """
 
     def add(fn: Rule) -> Rule:
-        for name in names:
-            if name in _RULES:
-                raise ValueError(f"operator {name} has a rule already: {_RULES[name].__name__}")
+        for name in (name.removeprefix("aten::") for name in names):
+            known = _RULES.get(name)
+            if known is not None and (known.__module__, known.__qualname__) != (fn.__module__, fn.__qualname__):
+                raise ValueError(f"operator {name} has a rule already: {known.__name__}")
             _RULES[name] = fn
         return fn
 
     return add
+
+
+def how_to_add(name: str) -> str:
+    """What a user does about an operator without a rule."""
+    return f'add one beside the model, with @meg_compile.rule("{name}")'
 
 
 def rule_for(op: Op) -> Rule | None:
@@ -61,6 +87,7 @@ class Op:
     localise:  how it is written on shards, where literals or the operator itself change.
     attends:   (queries, keys, values, mask) of an attention.
     drawn:     dims of what it draws a dropout mask for.
+    ruled:     a rule knows this use of it.
     source:    makes its value from nothing (arange): on shards each rank takes its part.
     """
 
@@ -84,12 +111,22 @@ class Op:
         self.localise: Localise | None = None
         self.attends: tuple[Dims, Dims, Dims, Dims | None] | None = None
         self.drawn: Dims | None = None
+        self.ruled = True
         self.source = False
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations of its forward on whole tensors."""
+        return self.work * prod(map(size_of, self.space or ()))
+
+    def because(self, why: str) -> str:
+        """Why a dim is whole, with the operator's name and place in the source: also `Atom.whole` of such a dim."""
+        return f"{self.name} {why} ({source_line(self.node) or self.node.name})"
 
     def whole(self, dim: Dim, why: str) -> None:
         """This operator needs all of a dim: every rank keeps it whole."""
         self.needed.append(dim)
-        mark_whole(dim, f"{self.name} {why} ({self.node.name})")
+        mark_whole(dim, self.because(why))
 
     def new_whole(self, size: int, why: str) -> Dim:
         dim = fresh(size)
@@ -114,10 +151,11 @@ class Op:
 
     def unknown(self) -> Any:
         """No rule: every axis it touches stays whole."""
+        self.ruled = False
         out = self.fresh()
         for dims in [*self.operands, *each(out)]:
             for dim in dims:
-                self.whole(dim, "has no rule")
+                self.whole(dim, NO_RULE)
         return out
 
     def is_weight(self, dims: Dims) -> bool:

@@ -38,6 +38,13 @@ class PlanConfig:
     """Blocks on each stage in order, a layout such as "Et*3|t*3L", or null for a balanced cut."""
     split: int | None
     """Stage at which the second tower (the decoder) starts; null for the one that the cost speaks for."""
+    place: dict[str, int]
+    """Stages of single blocks by name or pattern, as {h.0: 0, "encoder.*": 1}; the rest is balanced around them."""
+    keep: list[str]
+    """Axes ("ffn"), parameters or modules ("h.0.mlp.*", "*.attn") that stay whole on every tp rank."""
+    shard: list[str]
+    """Axes, parameters or modules that must be sharded over tp, a dim behind a colon ("h.*.mlp.fc1.weight:0"); where
+    two axes compete in one tensor they win, and what cannot be is refused."""
     recompute: str
     """What backward computes again instead of keeping it: none, selective (the attention core) or full (blocks)."""
     recompute_every: int
@@ -47,8 +54,8 @@ class PlanConfig:
 
     def plan(self) -> Plan:
         """The frozen plan that the compiler takes."""
-        stages = tuple(self.stages) if isinstance(self.stages, list) else self.stages
-        return Plan(**{**vars(self), "stages": stages})
+        values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in vars(self).items()}
+        return Plan(**values)
 
 
 @dataclass

@@ -36,6 +36,8 @@ def describe(hint: Any) -> str:
         return "one of " + ", ".join(map(str, typing.get_args(hint)))
     if typing.get_origin(hint) is list:
         return f"a list of {describe(typing.get_args(hint)[0]).removeprefix('a ')}s"
+    if typing.get_origin(hint) is dict:
+        return f"a mapping from names to {describe(typing.get_args(hint)[1]).removeprefix('a ')}s"
     if isinstance(hint, types.UnionType):
         return " or ".join(describe(one) for one in typing.get_args(hint))
     return "null" if hint in (None, type(None)) else WANTED[hint]
@@ -45,6 +47,8 @@ def is_simple(hint: Any) -> bool:
     """Whether `convert` knows the annotation."""
     if isinstance(hint, types.UnionType):
         return all(is_simple(one) for one in typing.get_args(hint))
+    if typing.get_origin(hint) is dict:
+        return all(map(is_simple, typing.get_args(hint)))
     if typing.get_origin(hint) is list:
         return is_simple(typing.get_args(hint)[0])
     return hint in WANTED or hint in (None, type(None)) or typing.get_origin(hint) is typing.Literal
@@ -65,6 +69,12 @@ def convert(value: Any, hint: Any) -> Any:
         if not isinstance(value, list):
             raise Mismatch(describe(hint))
         return [convert(item, typing.get_args(hint)[0]) for item in value]
+    if typing.get_origin(hint) is dict:
+        of_key, of_value = typing.get_args(hint)
+        try:
+            return {convert(key, of_key): convert(item, of_value) for key, item in value.items()}
+        except (AttributeError, Mismatch):
+            raise Mismatch(describe(hint)) from None
     if typing.get_origin(hint) is typing.Literal:
         if value in typing.get_args(hint) and not isinstance(value, bool):
             return value

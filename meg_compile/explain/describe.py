@@ -9,12 +9,14 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from meg_compile.axes.atoms import Atom, atoms
+from meg_compile.axes.op import how_to_add
 from meg_compile.explain.linears import Linear, find_linears
-from meg_compile.explain.table import human_bytes, human_count, table
+from meg_compile.explain.table import human_bytes, human_count, human_flops, table
 from meg_compile.explain.text import to_text
 from meg_compile.explain.timeline import figures, timeline
 from meg_compile.explain.traffic import Collective, collectives
-from meg_compile.graph.nodes import locate
+from meg_compile.explain.unruled import find_unruled
+from meg_compile.graph.nodes import locate, starred
 from meg_compile.passes.partition import Stage
 
 if TYPE_CHECKING:
@@ -33,6 +35,7 @@ def explain(program: Program, num_micro_batches: int = 1, block: int = 0) -> str
         "Axes": _axes(program),
         "Pairs": _pairs(program),
         "Linears and embeddings": _linears(program),
+        "Operators without a rule": _unruled(program),
         _graph_title(program, block): _graph(program, block),
         "Stages": _stages(program),
         f"Schedule {program.plan.schedule} of {_several(num_micro_batches, 'micro-batch')}": (
@@ -54,7 +57,9 @@ def to_dict(program: Program, num_micro_batches: int = 1) -> dict[str, Any]:
         "loss": _loss(program),
         "axes": _axis_rows(program),
         "pairs": [{"axis": axis, "column": c, "row": r} for axis, c, r in _pair_rows(program)],
-        "linears": [{k: v for k, v in vars(linear).items() if k != "atoms"} for linear in find_linears(program)],
+        "flops": program.parallel_flops()._asdict() | {"share": program.parallel_flops().share},
+        "linears": [{k: v for k, v in vars(x).items() if not isinstance(v, frozenset)} for x in find_linears(program)],
+        "operators_without_a_rule": [asdict(one) for one in find_unruled(program)],
         "params": {
             name: {
                 "shape": spec.shape,
@@ -133,7 +138,7 @@ def _fate(atom: Atom, program: Program) -> str:
         padding = -atom.size % layout.tp
         return f"sharded over {layout.tp} ranks" + (f", {padding} of padding" if padding else "")
     if atom.whole:
-        return "whole: " + re.sub(r" \(\w+\)$", "", atom.whole)
+        return "whole: " + _anonymous(atom.whole)
     if atom in program.choice.refused:
         return "whole: " + _anonymous(program.choice.refused[atom])
     return "whole: " + ("tp=1" if program.plan.tp == 1 else "not both produced and contracted by Linears")
@@ -164,7 +169,7 @@ def _pairs(program: Program) -> str:
     rows = _pair_rows(program)
     if not rows:
         return "  none"
-    grouped = _grouped((axis, ", ".join(map(_starred, c)), ", ".join(map(_starred, r))) for axis, c, r in rows)
+    grouped = _grouped((axis, _listed(c), _listed(r)) for axis, c, r in rows)
     return table(
         ("axis", "column-parallel, or by vocabulary", "row-parallel", "times"),
         [(*k, n) for k, n in grouped],
@@ -173,15 +178,31 @@ def _pairs(program: Program) -> str:
 
 
 def _linears(program: Program) -> str:
-    rows = _grouped(
-        (_starred(x.module), "x".join(map(str, x.shape)), x.role, x.axis or _anonymous(x.why), x.source)
-        for x in find_linears(program)
-    )
-    return table(
-        ("module", "weight", "role", "axis, or why it is whole", "source", "times"),
-        [(*k, n) for k, n in rows],
-        (5,),
-    )
+    total = program.parallel_flops().total or 1
+    alike: dict[tuple[str, ...], list[Linear]] = defaultdict(list)
+    for x in find_linears(program):
+        shape, why = "x".join(map(str, x.shape)), x.axis or _anonymous(x.why)
+        alike[starred(x.module), shape, x.role, why, x.source].append(x)
+    rows = [(*row, len(group), f"{sum(x.flops for x in group) / total:.1%}") for row, group in alike.items()]
+    header = ("module", "weight", "role", "axis, or why it is whole", "source", "times", "FLOPs")
+    return f"{table(header, rows, (5, 6))}\n\n  {_parallel(program)}"
+
+
+def _parallel(program: Program) -> str:
+    flops = program.parallel_flops()
+    own, whole = human_flops(flops.parallel, flops.total)
+    of = "forward of one micro-batch" + " on one cp rank" * (program.plan.cp > 1)
+    return f"{own} of {whole} run in parallel over tp ({flops.share:.1%}): products with weights and attention, {of}"
+
+
+def _unruled(program: Program) -> str:
+    found = find_unruled(program)
+    if not found:
+        return ""
+    rows = [(x.operator, x.source, x.times, ", ".join(x.linears) or "none", f"{x.share:.1%}") for x in found]
+    header = ("operator", "source", "times", "Linears that stay whole because of it", "FLOPs")
+    hint = "\n".join(f"    {x.operator}: {how_to_add(x.operator)}" for x in {x.operator: x for x in found}.values())
+    return f"{table(header, rows, (2, 4))}\n\n  What they touch is taken to be needed whole, also by sp and cp.\n{hint}"
 
 
 def _block(program: Program, block: int) -> tuple[str, Stage]:
@@ -252,7 +273,7 @@ def _share(program: Program, stage: Stage) -> float:
 def _traffic(program: Program, num_micro_batches: int) -> str:
     sums: dict[tuple[Any, ...], list[Collective]] = defaultdict(list)
     for c in collectives(program):
-        what = _starred(re.sub(r"_?\d+", "", c.what)) if c.when != "step" else re.sub(r" of .*", "s", c.what)
+        what = starred(re.sub(r"_?\d+", "", c.what)) if c.when != "step" else re.sub(r" of .*", "s", c.what)
         sums["all" if c.stage is None else c.stage, c.group, c.kind, c.when, what].append(c)
     rows = []
     for (stage, group, kind, when, what), found in sums.items():
@@ -276,14 +297,14 @@ def _grouped(rows: Iterable[Hashable]) -> list[tuple[Any, int]]:
     return list(counts.items())
 
 
-def _starred(path: str) -> str:
-    """A module path without its block numbers: h.3.mlp -> h.*.mlp."""
-    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path)
-
-
 def _anonymous(reason: str) -> str:
     """A reason without the names of graph nodes, so that equal blocks read alike."""
     return re.sub(r" \(\w+\)", "", reason)
+
+
+def _listed(modules: Iterable[str]) -> str:
+    """Module paths without block numbers, each once."""
+    return ", ".join(dict.fromkeys(map(starred, modules)))
 
 
 def _indent(text: str) -> str:

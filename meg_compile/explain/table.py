@@ -27,6 +27,12 @@ def human_bytes(n: float) -> str:
     return f"{n:.1f} TiB"
 
 
+def human_flops(part: float, total: float) -> tuple[str, str]:
+    """A number of operations and all of them, in a unit that fits all: ("0.99", "1.2 GFLOPs")."""
+    unit, scale = next((u, s) for u, s in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("K", 1e3)) if total >= s or u == "K")
+    return f"{part / scale:.4g}", f"{total / scale:.4g} {unit}FLOPs"
+
+
 def human_count(n: float) -> str:
     """A count with a decimal unit: 8324358144 -> "8.32 B"."""
     for unit in ("", " K", " M", " B"):

@@ -1,8 +1,13 @@
-"""What a node costs: floating-point operations and bytes touched, forward and backward, on one rank."""
+"""What a node costs: floating-point operations and bytes touched, forward and backward, on one rank.
+
+The rewrite leaves in meta["flops"] a node's floating-point operations on one rank, in meta["whole_flops"] those of the
+plain model; forward alone.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -19,6 +24,24 @@ _VIEWS = {"view", "reshape", "transpose", "permute", "t", "expand", "unsqueeze",
 def cost(node: fx.Node) -> float:
     """A node's share of a training step, in floating-point operations: backward costs about twice the forward."""
     return 3.0 * (node.meta.get("flops", 0) + FLOPS_PER_BYTE * moved(node))
+
+
+class Flops(NamedTuple):
+    """Floating-point operations of the plain model's forward, and those of them that tp ranks share out."""
+
+    parallel: int
+    total: int
+
+    @property
+    def share(self) -> float:
+        """Of all, those that run in parallel; 0 for a model without any."""
+        return self.parallel / self.total if self.total else 0.0
+
+
+def count_flops(nodes: Iterable[fx.Node]) -> Flops:
+    """Of a rewritten graph's operators, which run in parallel where one rank has less to do than the plain model."""
+    found = [(n.meta.get("flops", 0), n.meta.get("whole_flops", 0)) for n in nodes]
+    return Flops(sum(whole for own, whole in found if own < whole), sum(whole for _, whole in found))
 
 
 def moved(node: fx.Node) -> int:

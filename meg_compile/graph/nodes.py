@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,16 @@ PRODUCTS = {"linear", "mm", "addmm", "bmm", "baddbmm", "matmul", "einsum"}
 """Operators whose gradient for one operand needs another operand."""
 
 
+OURS = ("aten", "prims", "meg_compile")
+
+
 def base_name(target: Any) -> str:
-    """An operator's name without namespace, overload or the underscore of its in-place form."""
+    """An operator's name without overload or the underscore of its in-place form; one that is not torch's or ours with
+    its namespace ("mylib::softmax"), so that it is not taken for torch's."""
     name = getattr(target, "_opname", None) or getattr(target, "__name__", str(target))
+    namespace = getattr(target, "namespace", "aten")
+    if isinstance(namespace, str) and namespace not in OURS:
+        return f"{namespace}::{name}"
     return name if name.startswith("__") else name.rstrip("_")
 
 
@@ -65,6 +73,17 @@ def locate(node: fx.Node) -> str:
 def module_path(path: str) -> str:
     """A module path as the user knows it, without the wrapper that capture puts around the model."""
     return path.removeprefix("L['self'].").removeprefix("model").removeprefix(".")
+
+
+def matches(pattern: str, path: str) -> bool:
+    """Whether a glob is for a dotted path or for a module that it lies in: "h.*.mlp" for "h.0.mlp.fc1.weight" too."""
+    parts = path.split(".")
+    return any(fnmatchcase(".".join(parts[:end]), pattern) for end in range(1, len(parts) + 1))
+
+
+def starred(path: str) -> str:
+    """A module path without its block numbers: h.3.mlp -> h.*.mlp."""
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path)
 
 
 def in_source(node: fx.Node) -> str:

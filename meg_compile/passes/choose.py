@@ -3,12 +3,14 @@
 A Megatron pair is an axis that one linear map produces and a later one contracts, with nothing on the way that
 needs it whole (Shoeybi et al. 2019, arXiv:1909.08053, section 3). A vocabulary is one that an embedding looks up, or
 that a cross entropy classifies over. The axes that move most weight for least traffic come first; two that meet in one
-tensor cannot both be sharded.
+tensor cannot both be sharded. What plan.shard asks for comes before these, what plan.keep names does not come
+(`passes/steer.py`).
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import gcd
 
@@ -17,7 +19,8 @@ from meg_compile.axes.infer import Axes
 from meg_compile.axes.layout import Layout
 from meg_compile.axes.op import each
 from meg_compile.errors import Fault, Refused
-from meg_compile.graph.nodes import operand
+from meg_compile.graph.nodes import in_source, operand
+from meg_compile.passes.steer import called, read_wishes, unmet
 from meg_compile.plan import Plan
 
 
@@ -29,23 +32,34 @@ class Choice:
     refused: dict[Atom, str] = field(default_factory=dict)
 
 
-def choose(axes: Axes, plan: Plan) -> Choice:
-    """Refused, naming every axis that tp does not divide, unless plan.strict is off (then they stay whole)."""
-    if plan.tp == 1:
+def choose(axes: Axes, plan: Plan, aliases: Mapping[str, str] | None = None) -> Choice:
+    """Refused, naming every axis that tp does not divide, unless plan.strict is off (then they stay whole), and all
+    that plan.shard asks for and that cannot be.
+
+    aliases: other names of tied parameters, for the patterns of plan.keep and plan.shard.
+    """
+    if plan.tp == 1 and not (plan.keep or plan.shard):
         return Choice(Layout(1, frozenset()))
     found = find_candidates(axes)
+    wishes = read_wishes(axes, plan, aliases or {})
+    if plan.tp == 1:
+        return Choice(Layout(1, frozenset()))
+    found.asked = {atom: pattern for atom, pattern in wishes.asked().items() if atom in found.able}
+    found.ranked = [*found.asked, *(atom for atom in found.ranked if atom not in found.asked)]
     near = _neighbours(axes, set(found.ranked))
-    banned: dict[Atom, str] = {}
+    banned = wishes.reasons()
     choice = _settle(axes, found, near, banned, plan.tp)
     indivisible = _indivisible(choice, found)
     if indivisible and plan.strict:
         raise Refused(_faults(axes, [a for a in found.ranked if a in indivisible], plan.tp))
     while indivisible:
         behind = {a for a in choice.refused if near[a] & indivisible}
-        banned |= {a: f"tp={plan.tp} does not divide its neighbour in a tensor" for a in behind}
-        banned |= {a: f"tp={plan.tp} does not divide {a.size}" for a in indivisible}
+        banned |= {a: f"plan.tp={plan.tp} does not divide its neighbour in a tensor" for a in behind}
+        banned |= {a: f"plan.tp={plan.tp} does not divide {a.size}" for a in indivisible}
         choice = _settle(axes, found, near, banned, plan.tp)
         indivisible = _indivisible(choice, found)
+    if faults := unmet(wishes, choice.layout.sharded, lambda atom: _reason(atom, choice, found), axes):
+        raise Refused(faults)
     return choice
 
 
@@ -67,16 +81,26 @@ def _settle(axes: Axes, found: Candidates, near: dict[Atom, set[Atom]], banned: 
 
 @dataclass
 class Candidates:
-    """Axes worth sharding, best first. Of those in `paddable` a rank may hold fewer real entries than others."""
+    """Axes worth sharding.
+
+    ranked:   best first.
+    paddable: those of which a rank may hold fewer real entries than others.
+    able:     those that can be sharded, frozen ones too.
+    unable:   why others of the parameters cannot.
+    asked:    those that come first because of a pattern of plan.shard.
+    """
 
     ranked: list[Atom]
     paddable: set[Atom]
+    able: set[Atom]
+    unable: dict[Atom, str]
+    asked: dict[Atom, str] = field(default_factory=dict)
 
 
 def find_candidates(axes: Axes) -> Candidates:
     produced: set[Atom] = set()
     contracted: set[Atom] = set()
-    mixed: set[Atom] = set()
+    mixed: dict[Atom, str] = {}
     vocabularies: set[Atom] = set()
     of_inputs: set[Atom] = set()
     weight: dict[Atom, float] = defaultdict(float)
@@ -101,7 +125,7 @@ def find_candidates(axes: Axes) -> Candidates:
             produced |= {a for w in op.weights for d in w for a in atoms(d)} - summed if summed else set()
             contracted |= summed
         else:
-            mixed |= summed
+            mixed |= dict.fromkeys(summed, f"{op.name}{in_source(op.node)} sums over it without a weight")
         for atom in summed:
             traffic[atom] += op.val.numel()
     pairs = produced & contracted
@@ -109,10 +133,19 @@ def find_candidates(axes: Axes) -> Candidates:
         for found in (leaves(dim) for dim in op.summed):
             if len(found) == 1 and found[0] in pairs and not found[0].names:
                 found[0].names.add("ffn")
-    barred = mixed | of_inputs
-    ranked = [a for a in weight if a.whole is None and a not in barred and (a in pairs or a in vocabularies)]
-    ranked.sort(key=lambda a: -weight[a] / (1 + traffic[a]))
-    return Candidates(ranked, vocabularies - contracted - _inner(axes))
+    able = {a for a in pairs | vocabularies if a.whole is None and a not in mixed and a not in of_inputs}
+    ranked = sorted((a for a in weight if a in able), key=lambda a: -weight[a] / (1 + traffic[a]))
+    unable = dict.fromkeys(produced - contracted, "no later Linear contracts it")
+    unable |= dict.fromkeys(contracted - produced, "no Linear produces it")
+    unable |= mixed | dict.fromkeys(of_inputs, "it is an axis of the data")
+    return Candidates(ranked, vocabularies - contracted - _inner(axes), able, unable)
+
+
+def _reason(atom: Atom, choice: Choice, found: Candidates) -> str:
+    """Why an axis of a parameter is not sharded."""
+    if atom.whole:
+        return f"it is needed whole: {atom.whole}"
+    return choice.refused.get(atom) or found.unable.get(atom) or "no Linear produces or contracts it"
 
 
 def _inner(axes: Axes) -> set[Atom]:
@@ -150,9 +183,9 @@ def _place(found: Candidates, near: dict[Atom, set[Atom]], banned: dict[Atom, st
         if atom in near[atom]:
             refused[atom] = "it stands twice in one tensor"
         elif met := near[atom] & chosen:
-            other = min(met, key=lambda a: (sorted(a.names), a.size))
-            called = "/".join(sorted(other.names)) or f"an axis of {other.size}"
-            refused[atom] = f"{called} of the same tensor is sharded instead"
+            other = min(met, key=lambda a: (a not in found.asked, sorted(a.names), a.size))
+            by = f", by plan.shard={found.asked[other]}" if other in found.asked else ""
+            refused[atom] = f"{called(other)} of the same tensor is sharded instead{by}"
         else:
             chosen.add(atom)
     return Choice(Layout(tp, frozenset(chosen)), refused)

@@ -17,7 +17,7 @@ from torch.fx.node import map_arg
 from meg_compile.axes.atoms import Dims, atoms, leaves
 from meg_compile.axes.infer import Axes, infer
 from meg_compile.axes.layout import Layout
-from meg_compile.axes.op import Op, each
+from meg_compile.axes.op import Op, each, how_to_add
 from meg_compile.errors import Fault, Refused
 from meg_compile.graph.capture import Captured
 from meg_compile.graph.nodes import CP, attention_mask, in_source
@@ -121,7 +121,7 @@ def _faults(axes: Axes, layout: Layout, plan: Plan, sums_tokens: bool) -> list[F
         if node.op == "call_function" and not op.constant and (why := _stands_in_the_way(op, axes, layout)):
             problem = f"{op.name}{in_source(node)} {why}"
             faults.append(Fault("plan.cp", plan.cp, problem, "use plan.cp=1"))
-    return faults[:5]
+    return list(dict.fromkeys(faults))[:5]
 
 
 def _stands_in_the_way(op: Op, axes: Axes, layout: Layout) -> str | None:
@@ -130,6 +130,8 @@ def _stands_in_the_way(op: Op, axes: Axes, layout: Layout) -> str | None:
         return None
     if any(u.op == "output" for u in op.node.users):
         return None  # the loss
+    if not op.ruled:
+        return f"has no rule, so it is taken to need the whole sequence; {how_to_add(op.name)}"
     if op.attends is not None:
         *inputs, _ = op.attends
         node = attention_mask(op.node)

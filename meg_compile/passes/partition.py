@@ -12,7 +12,7 @@ the last. A stage may run nothing of its own and pass on what it receives.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -23,6 +23,7 @@ from meg_compile.errors import Fault, Refused
 from meg_compile.graph.nodes import BOUND, upstream
 from meg_compile.passes.in_place import not_across
 from meg_compile.passes.layers import Layer, find_layers, find_towers, starts_anew, take_ends
+from meg_compile.passes.place import check_places, place_layers
 from meg_compile.plan import Plan
 from meg_compile.stage_layout import read_layout
 
@@ -51,7 +52,7 @@ class Stage:
 
 
 def partition(graph: fx.Graph, plan: Plan) -> list[Stage]:
-    """Refused where the model has fewer layers than stages, or cannot be cut as plan.stages or plan.split say."""
+    """Refused where the model has fewer layers than stages, or cannot be cut as plan.stages, .split or .place say."""
     layers = find_layers(graph)
     if isinstance(plan.stages, str):
         groups = _by_layout(layers, plan.stages)
@@ -60,6 +61,8 @@ def partition(graph: fx.Graph, plan: Plan) -> list[Stage]:
         for count in _counts(layers, plan):
             groups.append(layers[start : start + count])
             start += count
+    if plan.stages is not None:
+        check_places([[layer.name for layer in group] for group in groups], plan)
     return [_stage(graph, groups, i) for i in range(len(groups))]
 
 
@@ -108,12 +111,24 @@ def _counts(layers: list[Layer], plan: Plan) -> list[int]:
             )
         )
     costs = [layer.cost for layer in layers]
+    placed = place_layers([layer.name for layer in layers], plan)
     splits = _splits(layers, plan)
-    if not splits:
-        return balance(costs, plan.num_stages)
-    first = next(iter(find_towers(layers).values()))
-    halves = [balance(costs[:first], s) + balance(costs[first:], plan.num_stages - s) for s in splits]
-    return min(halves, key=lambda counts: _dearest_first(costs, counts))
+    first = next(iter(find_towers(layers).values())) if splits else 0
+    halves = [_halves(costs, first, split, plan.num_stages, placed) for split in splits]
+    if any(halves):
+        return min(filter(None, halves), key=lambda counts: _dearest_first(costs, counts))
+    if plan.split is not None:
+        problem = f"plan.place={dict(plan.place)} puts a block of the other tower on its side"
+        raise Refused(Fault("plan.split", plan.split, problem, "leave one of the two out"))
+    return balance(costs, plan.num_stages, placed)
+
+
+def _halves(costs: list[float], first: int, split: int, stages: int, placed: Mapping[int, int]) -> list[int]:
+    """Counts for two towers, the first of so many layers on the stages before `split`; empty where places forbid it."""
+    before = {i: stage for i, stage in placed.items() if i < first}
+    behind = {i - first: stage - split for i, stage in placed.items() if i >= first}
+    one, two = balance(costs[:first], split, before), balance(costs[first:], stages - split, behind)
+    return one + two if one and two else []
 
 
 def _dearest_first(costs: list[float], counts: list[int]) -> list[float]:
@@ -144,8 +159,15 @@ def _splits(layers: list[Layer], plan: Plan) -> Sequence[int]:
     return (split,)
 
 
-def balance(costs: list[float], num_stages: int) -> list[int]:
-    """Consecutive counts, each at least 1, that make the dearest stage as cheap as can be, then the others alike."""
+NONE: tuple[float, float, tuple[int, ...]] = (float("inf"), float("inf"), ())
+
+
+def balance(costs: list[float], num_stages: int, placed: Mapping[int, int] | None = None) -> list[int]:
+    """Consecutive counts, each at least 1, that make the dearest stage as cheap as can be, then the others alike.
+
+    placed: layers whose stage is given. Empty where no counts can be.
+    """
+    home = placed or {}
     total = [0.0]
     for value in costs:
         total.append(total[-1] + value)
@@ -153,9 +175,12 @@ def balance(costs: list[float], num_stages: int) -> list[int]:
     @cache
     def best(stages: int, end: int) -> tuple[float, float, tuple[int, ...]]:
         if stages == 1:
-            return total[end], total[end] ** 2, (end,)
-        options = []
-        for start in range(stages - 1, end):
+            fits = all(home.get(i, 0) == 0 for i in range(end))
+            return (total[end], total[end] ** 2, (end,)) if fits and end else NONE
+        options = [NONE]
+        for start in range(end - 1, stages - 2, -1):
+            if home.get(start, stages - 1) != stages - 1:
+                break
             most, squares, counts = best(stages - 1, start)
             own = total[end] - total[start]
             options.append((max(most, own), squares + own**2, (*counts, end - start)))

@@ -130,6 +130,7 @@ class _Rewriter:
             target, args, kwargs = op.localise(layout.local, *args, **kwargs)
         new = self.call(node, node.name, target, *args, **kwargs)
         new.meta["flops"] = op.work * prod(map(layout.local, op.space or ()))
+        new.meta["whole_flops"] = op.flops
         if op.source and on_shards:
             new = self.call(node, f"{node.name}_part", part_of, new, self.bind(TP), spell(op.out, layout))
         if self.sums(op):

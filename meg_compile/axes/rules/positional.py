@@ -9,10 +9,10 @@ from meg_compile.axes.op import Op, each, rule
 from meg_compile.axes.rules.elementwise import broadcast
 
 
-@rule(*"softmax _softmax log_softmax _log_softmax cumsum cumprod flip roll sort logsumexp".split())
+@rule(*"softmax _softmax log_softmax _log_softmax cumsum cumprod".split())
 def along(op: Op, x: Dims, *args: Any, **kwargs: Any) -> Any:
     dim = next((a for a in args if isinstance(a, int)), kwargs.get("dim"))
-    if op.name in ("sort", "logsumexp", "flip", "roll") or not isinstance(dim, int):
+    if not isinstance(dim, int):
         return op.unknown()
     op.whole(x[dim], "runs along it")
     return x
@@ -37,4 +37,6 @@ def convolution(op: Op, x: Dims, weight: Dims, bias: Dims | None = None, *args: 
         op.whole(dim, "convolves over it")
     if bias is not None:
         unify(weight[0], bias[0])
-    return Dims((x[0], weight[0], *(op.new_whole(n, "makes it") for n in op.val.shape[2:])))
+    out = Dims((x[0], weight[0], *(op.new_whole(n, "makes it") for n in op.val.shape[2:])))
+    op.space, op.work = Dims(out + weight[1:]), 2
+    return out

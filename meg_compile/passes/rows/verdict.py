@@ -17,6 +17,7 @@ from torch import fx
 from meg_compile.graph.capture import Captured
 from meg_compile.graph.nodes import base_name, source_line
 from meg_compile.passes.rows import rules, shapes  # noqa: F401  (registers the rules)
+from meg_compile.passes.rows.by_axes import by_axes
 from meg_compile.passes.rows.call import Call, rule_for
 from meg_compile.passes.rows.constants import constant, number
 from meg_compile.passes.rows.rules import entry_by_entry
@@ -128,9 +129,7 @@ def _state(node: fx.Node, walk: _Walk, num_rows: int) -> Any:
 def _of_rows(call: Call) -> Any:
     if torch.Tag.pointwise in getattr(call.node.target, "tags", ()):
         return entry_by_entry(call)
-    rule = rule_for(call.name)
-    if rule is None:
-        raise Unclear("it has no rule")
+    rule = rule_for(call.name) or by_axes
     return rule(call)
 
 
