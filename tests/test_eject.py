@@ -3,6 +3,7 @@
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 from contextlib import contextmanager
@@ -11,9 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
-from compare import STEPS, Case, assert_close, compile_case, near, plain
-from models import TinyGPT
+from compare import SEED, STEPS, Case, assert_close, compile_case, near, plain
+from safetensors.torch import save_file
 from test_t5 import SMALL as T5
 from threads import run_threads
 from zoo import ZOO, case
@@ -21,32 +21,31 @@ from zoo import ZOO, case
 from meg_compile.errors import Refused
 from meg_compile.models.gpt2 import GPT2
 from meg_compile.plan import Plan
+from meg_compile.program import Program
 
 CPU = torch.device("cpu")
 GPT = case(partial(GPT2, vocab_size=30, context=8, layers=4, hidden=16, heads=4), vocab=30)
 
 
-def write(case: Case, plan: Plan, micro_batch_size: int, folder: Path):
-    """Eject a case, with its starting weights and its batches beside. Returns the program."""
+def starting(case: Case) -> torch.nn.Module:
+    torch.manual_seed(SEED)
+    return case.build().double()
+
+
+def write(case: Case, plan: Plan, micro_batch_size: int, folder: Path, steps: int = STEPS) -> Program:
+    """Eject a case, with its starting weights and its batches beside."""
     program = compile_case(case, plan, micro_batch_size)
-    batches = [case.batch(step) for step in range(STEPS)]
+    batches = [case.batch(step) for step in range(steps)]
     num_rows = len(next(iter(batches[0].values())))
     program.eject(folder, num_rows // (micro_batch_size * plan.dp))
-    torch.save(program_weights(case), folder / "weights.pt")
-    torch.save({name: torch.cat([b[name] for b in batches]) for name in batches[0]}, folder / "data.pt")
+    torch.save(starting(case).state_dict(), folder / "weights.pt")
+    torch.save({name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}, folder / "data.pt")
     return program
-
-
-def program_weights(case: Case):
-    from compare import SEED
-
-    torch.manual_seed(SEED)
-    return case.build().double().state_dict()
 
 
 @contextmanager
 def imported(folder: Path):
-    """The ejected main module; afterwards nothing of it is left."""
+    """The ejected main module; afterwards nothing of the folder is left."""
     before = set(sys.modules)
     sys.path.insert(0, str(folder))
     try:
@@ -54,27 +53,25 @@ def imported(folder: Path):
     finally:
         sys.path.remove(str(folder))
         for name in set(sys.modules) - before:
-            if str(folder) in str(getattr(sys.modules[name], "__file__", None) or getattr(sys.modules[name], "__path__", "")):
+            module = sys.modules[name]
+            if str(folder) in f"{getattr(module, '__file__', '')} {getattr(module, '__path__', '')}":
                 del sys.modules[name]
 
 
-def whole(main, table, held, kind):
-    """The whole tensors of what ranks hold, [(tp_rank, {name: tensor})], each copy like the others."""
+def whole(main, table, held, what):
+    """Whole tensors from what ranks hold, [(tp_rank, {name: tensor})]; all copies of a part must be the same."""
     found = {}
     for name, spec in table["parameters"].items():
-        parts = [(tp, tensors[name]) for tp, tensors in held if name in tensors]
-        if not parts:
-            continue
-        found[name] = torch.zeros(spec["shape"], dtype=torch.float64)
-        first = {}
-        for tp, part in parts:
-            assert torch.equal(first.setdefault(tp if spec["runs"] else 0, part), part), f"{kind} {name}: copies differ"
-            main.place(part, found[name], spec["runs"][tp] if spec["runs"] else [])
+        first, runs = {}, spec["runs"]
+        for tp_rank, part in [(tp_rank, tensors[name]) for tp_rank, tensors in held if name in tensors]:
+            found.setdefault(name, torch.zeros(spec["shape"], dtype=torch.float64))
+            assert torch.equal(first.setdefault(tp_rank if runs else 0, part), part), f"{what} {name}: copies differ"
+            main.place(part, found[name], runs[tp_rank] if runs else [])
     return found
 
 
-def check(case: Case, plan: Plan, micro_batch_size: int, folder: Path):
-    """The ejected program, on threads, against plain training."""
+def check(case: Case, plan: Plan, micro_batch_size: int, folder: Path) -> None:
+    """The ejected program, with ranks as threads, against plain training."""
     write(case, plan, micro_batch_size, folder)
     right, table = plain(case), json.loads((folder / "shards.json").read_text())
     with imported(folder) as main:
@@ -84,35 +81,104 @@ def check(case: Case, plan: Plan, micro_batch_size: int, folder: Path):
             rank, steps = main.Rank(CPU, args), []
             for step in range(STEPS):
                 loss = rank.gradients(step)
-                grads = {n: p.grad.clone() for n, p in rank.parameters.items() if p.grad is not None}
-                steps.append((loss, grads))
-                with torch.no_grad():
-                    for parameter in rank.parameters.values():
-                        if parameter.grad is not None:
-                            parameter -= case.lr * parameter.grad
-                            parameter.grad = None
-            return rank.tp_rank, steps, {n: t.detach() for n, t in rank.parameters.items()}
+                steps.append((loss, {n: p.grad.clone() for n, p in rank.parameters.items() if p.grad is not None}))
+                torch.optim.SGD(rank.parameters.values(), lr=case.lr).step()
+                for parameter in rank.parameters.values():
+                    parameter.grad = None
+            return rank.tp_rank, steps, {n: p.detach() for n, p in rank.parameters.items()}
 
         ranks = run_threads(plan.mesh.size, train)
         for step in range(STEPS):
             assert [steps[step][0] for _, steps, _ in ranks] == [near(right.losses[step])] * len(ranks)
-            grads = whole(main, table, [(tp, steps[step][1]) for tp, steps, _ in ranks], "gradient of")
-            wanted = {n: g for n, g in right.grads[step].items() if n in grads or g.any()}
+            grads = whole(main, table, [(tp_rank, steps[step][1]) for tp_rank, steps, _ in ranks], "gradient of")
+            wanted = {name: grad for name, grad in right.grads[step].items() if name in grads or grad.any()}
             assert_close(grads, wanted, f"gradient of step {step}")
-        end = whole(main, table, [(tp, held) for tp, _, held in ranks], "weight")
-        assert_close(end, {n: right.end[n] for n in end}, "weights")
+        end = whole(main, table, [(tp_rank, held) for tp_rank, _, held in ranks], "weight")
         assert end.keys() == right.grads[0].keys()
-    for path in folder.rglob("*.py"):
-        assert "meg_compile" not in path.read_text(), path
+        assert_close(end, {name: right.end[name] for name in end}, "weights")
 
 
 CASES = {
-    "gpt-tp2-pp2": (GPT, Plan(tp=2, pp=2), 1),
-    "t5-tp2-pp2-sp": (T5, Plan(tp=2, pp=2, sp=True, split=1), 1),
-    "gpt-vpp2-dp2": (GPT, Plan(pp=2, vpp=2, dp=2, schedule="interleaved_1f1b"), 1),
+    "t5": (T5, Plan(tp=2, pp=2, sp=True, split=1), 1),
+    "interleaved": (GPT, Plan(pp=2, vpp=2, dp=2, schedule="interleaved_1f1b"), 1),
+    "constants": (ZOO["constants"], Plan(tp=2), 2),
+    "two_inputs": (ZOO["two_inputs"], Plan(tp=2, dp=2), 1),
+    "vocab_101_tied": (ZOO["vocab_101_tied"], Plan(tp=4), 2),
+    "experts": (ZOO["experts"], Plan(tp=2, pp=2, schedule="gpipe"), 1),
+    "per_token": (ZOO["per_token"], Plan(pp=2), 2),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_it_trains_as_the_plain_model(name, tmp_path):
     check(*CASES[name], tmp_path / "ejected")
+
+
+ALONE = """
+import runpy, sys
+sys.modules["meg_compile"] = None  # an import of it fails
+sys.path[0] = {folder!r}
+runpy.run_path({folder!r} + "/main.py", run_name="__main__")
+"""
+
+
+@pytest.mark.dist
+def test_it_needs_torch_alone(tmp_path):
+    """Four processes that cannot import this package, AdamW, weights in the file that people exchange."""
+    folder, steps, lr = tmp_path / "ejected", 3, 1e-3
+    write(GPT, Plan(tp=2, pp=2), 2, folder, steps)
+    assert not any("meg_compile" in path.read_text() for path in folder.rglob("*.*") if path.suffix != ".pt")
+    model = starting(GPT)
+    save_file({n: t.clone() for n, t in model.state_dict().items()}, folder / "model.safetensors")
+    (tmp_path / "alone.py").write_text(ALONE.format(folder=str(folder)))
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4", "--master-port", "0"]
+    command += ["alone.py", "--weights", folder / "model.safetensors", "--data", folder / "data.pt"]
+    command += ["--steps", str(steps), "--lr", str(lr), "--save", "trained.pt"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": "", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(list(map(str, command)), cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    losses = [float(loss) for loss in re.findall(r"loss (\S+)", done.stdout)]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss = GPT.objective(model, GPT.batch(step))
+        assert losses[step] == near(loss.item())
+        loss.backward()
+        optimizer.step()
+    trained = torch.load(tmp_path / "trained.pt")
+    assert trained.keys() == model.state_dict().keys()
+    assert_close(trained, model.state_dict(), "weights")
+    model.load_state_dict(trained)
+
+
+def test_equal_blocks_are_one_class(tmp_path):
+    write(GPT, Plan(tp=2, pp=2), 1, tmp_path / "ejected")
+    blocks, stage = ((tmp_path / "ejected" / name).read_text() for name in ("blocks.py", "stage0.py"))
+    assert blocks.count("class ") == 1 and '"""h.0 to h.3."""' in blocks
+    assert "for i in range(2):\n            x = self.h[i](x)" in stage
+    assert "c_attn = F.linear(f_ln_1, self.attn.c_attn.weight, self.attn.c_attn.bias)" in blocks
+    assert "# gpt2.py:" in blocks and "heads/2" in blocks
+
+
+@pytest.mark.parametrize("name", ["t5", "experts", "two_inputs"])
+def test_files_pass_the_linter(name, tmp_path):
+    case, plan, size = CASES[name]
+    write(case, plan, size, tmp_path / "ejected")
+    command = [sys.executable, "-m", "ruff", "check", "--isolated", "--line-length=120", "--select=E,F,I,UP,B", "."]
+    done = subprocess.run(command, cwd=tmp_path / "ejected", capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize(
+    ("plan", "key"),
+    [
+        (Plan(cp=2), "plan.cp"),
+        (Plan(dp=2, zero=1), "plan.zero"),
+        (Plan(pp=2, vpp=2, schedule="zbv_zero_bubble"), "plan.schedule"),
+    ],
+)
+def test_what_it_does_not_run_is_refused(plan, key, tmp_path):
+    with pytest.raises(Refused) as refused:
+        write(GPT, plan, 1, tmp_path / "ejected")
+    assert [fault.key for fault in refused.value.faults] == [key]
+    assert not (tmp_path / "ejected").exists()

@@ -10,7 +10,7 @@ import torch
 
 from meg_compile.eject.blocks import Classes
 from meg_compile.eject.expression import Expressions
-from meg_compile.eject.limits import faults
+from meg_compile.eject.limits import eject_faults
 from meg_compile.eject.readme import readme
 from meg_compile.eject.shake import local, write_operators
 from meg_compile.eject.stages import blocks_source, stage_source
@@ -21,6 +21,8 @@ from meg_compile.schedules import SCHEDULES
 if TYPE_CHECKING:
     from meg_compile.program import Program
 
+__all__ = ["eject", "eject_faults"]
+
 RUNNER = Path(__file__).parent / "runner"
 
 
@@ -30,7 +32,7 @@ def eject(program: Program, directory: Path, num_micro_batches: int | None = Non
     num_micro_batches: of a replica in a step, unless main.py is told otherwise; None for as few as fill the pipeline.
     Refused, before anything is written, for a plan that main.py does not run.
     """
-    if found := faults(program):
+    if found := eject_faults(program):
         raise Refused(found)
     plan = program.plan
     num_micro_batches = num_micro_batches or SCHEDULES[plan.schedule].near(plan.pp, plan.pp)[0]

@@ -45,7 +45,7 @@ class Classes:
         found = {}
         for node in outer.find_nodes(op="call_module"):
             body = inner[node.target]
-            like = next(n for n in body.nodes if n.op == "call_function")
+            like = next(n for n in body.nodes if n.op == "call_function" and n.meta.get("layer"))
             layer = like.meta["layer"]
             _hand_in(outer, node, body, f"{layer}.")
             first = min(sites(body.nodes), default=None)

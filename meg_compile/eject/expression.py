@@ -204,8 +204,11 @@ def _special(name: str, node: fx.Node, spell: Spell) -> str:
         return f"{spell(args[0])}[{', '.join([':'] * dim + [part])}]"  # type: ignore[operator]
     if name == "select" and isinstance(args[1], int) and args[1] >= 0:
         return f"{spell(args[0])}[{', '.join([':'] * args[1] + [spell(args[2])])}]"
-    if name == "index" and all(a is not None for a in args[1]):  # type: ignore[union-attr]
-        return f"{spell(args[0])}[{', '.join(map(spell, args[1]))}]"  # type: ignore[arg-type]
+    if name == "index":
+        index = [":" if a is None else spell(a) for a in args[1]]  # type: ignore[union-attr]
+        return f"{spell(args[0])}[{', '.join(index)}]"
+    if name in ("einsum", "broadcast_tensors"):
+        return f"torch.{name}({', '.join([*map(spell, args[:-1]), *map(spell, args[-1])])})"  # type: ignore[arg-type]
     if name == "to" and [key for key, value in node.kwargs.items() if value is not None] == ["dtype"]:
         return f"{spell(args[0])}.to({spell(node.kwargs['dtype'])})"
     return ""

@@ -43,6 +43,7 @@ class Body:
     ):
         self.graph, self.expressions, self.tensor, self.first_site = graph, expressions, tensor, first_site
         self.names: dict[fx.Node, str] = {}
+        self.wanted: dict[fx.Node, str] = {}
         self.taken = {*RESERVED, *taken}
         self.operators: set[tuple[str, str]] = set()
         self.rows: list[tuple[str, str]] = []
@@ -122,7 +123,9 @@ class Body:
         return found
 
     def _base(self, node: fx.Node) -> str:
-        """What a value is called: after the module whose weight it reads, or after its operator."""
+        """What a value is called: as is `wanted`, after the module whose weight it reads, or after its operator."""
+        if node in self.wanted:
+            return self.wanted[node]
         operand = node.args[0] if node.args and isinstance(node.args[0], fx.Node) else None
         op = getattr(node.target, "__name__", "")
         before = self.names.get(operand, "") if operand is not None else ""

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from meg_compile.program import Program
 
 
-def faults(program: Program) -> list[Fault]:
+def eject_faults(program: Program) -> list[Fault]:
     """Every setting that main.py does not know, and every operator that it could not call."""
     plan, found = program.plan, []
     if plan.cp > 1:
@@ -32,9 +32,10 @@ def faults(program: Program) -> list[Fault]:
         others = ", ".join(s.name for s in SCHEDULES.values() if not s.splits and s.vpp in (None, plan.vpp))
         problem = "main.py runs backward in one part"
         found.append(Fault("plan.schedule", plan.schedule, problem, f"use one of {others}"))
-    if any(spec.halved for spec in program.params.values()):
+    for dtype in {spec.dtype for spec in program.params.values() if spec.halved}:
+        name = "fp16" if dtype == torch.float16 else "bf16"
         problem = "main.py has no master weights for half precision"
-        found.append(Fault("precision", None, problem, "use precision=fp32 or fp64"))
+        found.append(Fault("precision", name, problem, "use precision=fp32 or fp64"))
     if program.source is None and any(not spec.persistent for spec in program.params.values()):
         problem = "it was given on meta, and has constants that no state_dict holds"
         found.append(Fault("model", None, problem, "give a function that builds it"))

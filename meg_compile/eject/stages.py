@@ -30,7 +30,9 @@ def stage_source(program: Program, stage: Stage, classes: Classes) -> tuple[str,
         body.name(node, str(node.target))
     for node in received:
         body.name(node, "x")
-    for chain in _chains(outer, blocks):
+    chains = _chains(outer, blocks)
+    body.wanted = {start: "x" for chain in chains if isinstance(chain, Chain) and (start := _only_for(chain))}
+    for chain in chains:
         if isinstance(chain, fx.Node):
             body.add(chain)
         else:
@@ -122,12 +124,18 @@ def _mapping(blocks: Iterable[Block]) -> str:
         if len(run) < 3:
             parts += [f'"{block.layer}": {block.kind}' for block in run]
         else:
-            numbers = f"{_number(run[0].layer)}, {_number(run[-1].layer) + 1}"
-            parts.append(f'**{{f"{_stem(run[0].layer)}{{i}}": {run[0].kind} for i in range({numbers})}}')
+            numbers = _range(_number(run[0].layer), len(run))
+            parts.append(f'**{{f"{_stem(run[0].layer)}{{i}}": {run[0].kind} for i in {numbers}}}')
+    if len(runs) == 1 and len(runs[0]) > 2:
+        return parts[0].removeprefix("**")
     line = "{" + ", ".join(parts) + "}"
     if len(line) < WIDTH - 20:
         return line
     return "{\n" + "".join(f"        {part},\n" for part in parts) + "    }"
+
+
+def _range(start: int, num: int) -> str:
+    return f"range({start}, {start + num})" if start else f"range({num})"
 
 
 def _stem(layer: str) -> str:
@@ -188,20 +196,26 @@ def _call(body: Body, chain: Chain, blocks: dict[str, Block]) -> None:
         code = f"{attribute(block.layer)}({', '.join(given)})"
         body.line(f"{name} = {code}", _comment(first))
         return
-    start = first.args[chain.at]
-    assert isinstance(start, fx.Node)
-    if list(start.users) == [first] and body.names.get(start) == "x":
-        name = body.names[last] = "x"
+    start = _only_for(chain)
+    if start is not None:
+        name = body.names[last] = body.names[start]
     else:
         name = body.name(last, "x")
-        body.line(f"{name} = {body.spell(start)}")
+        body.line(f"{name} = {body.spell(first.args[chain.at])}")
     given = [name if i == chain.at else body.spell(arg) for i, arg in enumerate(first.args)]
     second = blocks[str(chain.calls[1].target)]
     given += _site(block.first_site, second.first_site, block)
     stem, number = _stem(block.layer).rstrip("."), _number(block.layer)
-    body.line(f"for i in range({number}, {number + len(chain.calls)}):")
+    body.line(f"for i in {_range(number, len(chain.calls))}:")
     holder = attribute(stem) if stem else "self"
     body.line(f"    {name} = {holder}[i]({', '.join(given)})", _comment(last))
+
+
+def _only_for(chain: Chain) -> fx.Node | None:
+    """What a loop starts from, where nothing else reads it: the loop may have its name."""
+    start = chain.calls[0].args[chain.at]
+    assert isinstance(start, fx.Node)
+    return start if len(chain.calls) > 1 and list(start.users) == chain.calls[:1] else None
 
 
 def _site(first: int | None, second: int | None, block: Block) -> list[str]:
