@@ -1,6 +1,6 @@
 """The tasks: from composed settings to `result.json`, in the process that the user started and in each worker.
 
-- `run`: check everything that needs no process, then explain or eject, or start the workers (or be one, under torchrun);
+- `run`: check everything that needs no process, then explain, eject or start the workers (or be one, under torchrun);
 - `worker`: a worker that `run` started;
 - `follow`: a rank other than 0 under torchrun, which hears from rank 0 what to work on;
 - `work`: what all ranks then do: compile, load their shards, verify or train.

@@ -12,7 +12,6 @@ from typing import Any, Literal
 from meg_compile.config.targets import Target
 from meg_compile.plan import Plan
 
-
 ALONE = ("explain", "eject")
 """Tasks that start no process and read no data."""
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import fx
+from torch.fx.node import map_arg
 from torch.utils._python_dispatch import TorchDispatchMode
 
 META = torch.device("meta")
@@ -113,7 +114,7 @@ def _python(node: fx.Node, spell: Spell) -> str:
 def _forms(node: fx.Node, spell: Spell) -> Iterator[tuple[str, str]]:
     """(a name, the form) of every way in which an operator may be written, the nicest first; the last one is right."""
     overload: Any = node.target
-    raw = overload._opname
+    raw = str(overload._opname)
     name = RENAMED.get(raw, raw)
     positional, named = _arguments(node)
     plain = [spell(value) for value in positional]
@@ -181,7 +182,7 @@ def _is_list(values: list[Any], at: int) -> bool:
 
 def _special(name: str, node: fx.Node, spell: Spell) -> str:
     """Operators whose public form has its arguments in another order or shape."""
-    args = node.args
+    args: tuple[Any, ...] = node.args
     if name == "embedding":
         padding = f", padding_idx={args[2]}" if len(args) > 2 and args[2] not in (None, -1) else ""
         return f"F.embedding({spell(args[1])}, {spell(args[0])}{padding})"
@@ -269,7 +270,7 @@ def _calls(node: fx.Node, tokens: dict[fx.Node, str], form: str | None) -> list[
     try:
         with torch.no_grad(), record:
             if form is None:
-                args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: inputs[tokens[n]])
+                args, kwargs = map_arg((node.args, node.kwargs), lambda n: inputs[tokens[n]])
                 kwargs = {k: META if isinstance(v, torch.device) else v for k, v in kwargs.items()}
                 out = node.target(*args, **kwargs)  # type: ignore[operator]
             else:

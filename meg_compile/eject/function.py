@@ -91,7 +91,9 @@ class Body:
         """The lines, with comments in one column as far as they fit."""
         space = " " * indent
         room = WIDTH - indent
-        sizes = [(len(code), room - len(comment) - 2) for code, comment in self.rows if comment and not code.startswith("#")]
+        sizes = [
+            (len(code), room - len(comment) - 2) for code, comment in self.rows if comment and not code.startswith("#")
+        ]
         fitting = [size for size in sizes if size[0] + 2 <= size[1]]
         column = max((c for c, _ in fitting if all(last >= c + 2 for size, last in fitting if size <= c)), default=0)
         lines = []
@@ -163,7 +165,11 @@ class Body:
         named = {p.name: text for p, text in zip(parameters, said, strict=False) if p.default is not p.empty}
         if named and len(args) <= len(parameters):
             said = said[: len(parameters) - sum(p.default is not p.empty for p in parameters)]
-            same = {p.name for p, arg in zip(parameters, args, strict=False) if type(arg) is type(p.default) and arg == p.default}
+            same = {
+                p.name
+                for p, arg in zip(parameters, args, strict=False)
+                if type(arg) is type(p.default) and arg == p.default
+            }
             said += [f"{name}={text}" for name, text in named.items() if name not in same]
         said += [f"{key}={self.spell(value)}" for key, value in node.kwargs.items()]
         return f"{called}({', '.join(said)})"

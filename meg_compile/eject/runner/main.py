@@ -222,7 +222,7 @@ class Rank:
             torch.save(state, path)
 
 
-def gradient(parameter: nn.Parameter) -> Tensor:
+def gradient(parameter: Tensor) -> Tensor:
     """A parameter's gradient; zero where no backward reached this copy of it."""
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
