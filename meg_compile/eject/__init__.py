@@ -36,7 +36,7 @@ def eject(program: Program, directory: Path, num_micro_batches: int | None = Non
         raise Refused(found)
     plan = program.plan
     num_micro_batches = num_micro_batches or SCHEDULES[plan.schedule].near(plan.pp, plan.pp)[0]
-    classes = Classes(Expressions())
+    classes = Classes(Expressions(), plan.cp > 1, plan.recompute == "full")
     used = {("meg_compile.ops.group", "Group")}
     files = {}
     for stage in program.stages:

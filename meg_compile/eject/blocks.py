@@ -12,6 +12,7 @@ from meg_compile.eject.expression import Expressions
 from meg_compile.eject.function import Body, sites
 from meg_compile.graph.nodes import BOUND
 from meg_compile.passes.blocks import find_blocks, part_name
+from meg_compile.passes.in_place import not_across
 from meg_compile.passes.outline import outline
 
 
@@ -31,9 +32,11 @@ class Block:
 
 @dataclass
 class Classes:
-    """The classes of blocks so far, with the operators that they call."""
+    """The classes of blocks so far, with the operators that they call. recompute: backward computes blocks again."""
 
     expressions: Expressions
+    cp: bool
+    recompute: bool
     sources: dict[str, str] = field(default_factory=dict)
     kinds: dict[str, str] = field(default_factory=dict)
     layers: dict[str, list[str]] = field(default_factory=dict)
@@ -41,7 +44,12 @@ class Classes:
 
     def outline(self, graph: fx.Graph) -> tuple[fx.Graph, dict[str, Block]]:
         """The graph of a stage with a call_module node for every block, and what they call."""
-        outer, inner = outline(graph, _whole_blocks(graph), BOUND)
+        parts = whole_blocks(graph)
+        if self.recompute:
+            graph = copy_graph(graph)
+            parts = whole_blocks(graph)
+            not_across(graph, parts)
+        outer, inner = outline(graph, parts, BOUND)
         found = {}
         for node in outer.find_nodes(op="call_module"):
             body = inner[node.target]
@@ -53,7 +61,7 @@ class Classes:
         return outer, found
 
     def _class_of(self, graph: fx.Graph, call: fx.Node, layer: str, wanted: str, first: int | None) -> str:
-        body = Body(graph, self.expressions, lambda name: attribute(name.removeprefix(f"{layer}.")), first)
+        body = Body(graph, self.expressions, lambda name: attribute(name.removeprefix(f"{layer}.")), self.cp, first)
         inputs = [node for node in graph.nodes if node.op == "placeholder"]
         for node, given in zip(inputs, call.args, strict=True):
             assert isinstance(given, fx.Node)
@@ -78,6 +86,12 @@ class Classes:
         return self.kinds[same]
 
 
+def copy_graph(graph: fx.Graph) -> fx.Graph:
+    new = fx.Graph()
+    new.output(new.graph_copy(graph, {}))
+    return new
+
+
 def attribute(path: str) -> str:
     """A parameter's path as an attribute of the module that holds it: self.experts[0].weight."""
     text = "self"
@@ -99,7 +113,7 @@ def _is_keyword(word: str) -> bool:
     return False
 
 
-def _whole_blocks(graph: fx.Graph) -> dict[str, list[fx.Node]]:
+def whole_blocks(graph: fx.Graph) -> dict[str, list[fx.Node]]:
     """The blocks of a stage that are modules with a number and run in one go."""
     found = find_blocks(graph)
     whole = {}

@@ -182,7 +182,7 @@ def _is_list(values: list[Any], at: int) -> bool:
 
 def _special(name: str, node: fx.Node, spell: Spell) -> str:
     """Operators whose public form has its arguments in another order or shape."""
-    args: tuple[Any, ...] = node.args
+    args: Any = node.args
     if name == "embedding":
         padding = f", padding_idx={args[2]}" if len(args) > 2 and args[2] not in (None, -1) else ""
         return f"F.embedding({spell(args[1])}, {spell(args[0])}{padding})"

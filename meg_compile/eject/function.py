@@ -7,7 +7,7 @@ import inspect
 import keyword
 import operator
 import re
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import fx
@@ -15,22 +15,25 @@ from torch import fx
 from meg_compile.eject.expression import Expressions, literal
 from meg_compile.explain.text import describe
 from meg_compile.graph.nodes import BOUND, CP, TP, source_line
+from meg_compile.ops.context import context_attention
 from meg_compile.ops.counted import exact_attention, exact_dropout
 
 WIDTH = 120
-RESERVED = {*keyword.kwlist, *keyword.softkwlist, *dir(builtins), "self", "torch", "F", "i", "site"}
-SITE_AT = {exact_dropout: 3, exact_attention: 9}
+OURS = {"self", "torch", "F", "i", "site", "others", "checkpoint"}
+RESERVED = {*keyword.kwlist, *keyword.softkwlist, *dir(builtins), *OURS}
+SITE_AT = {exact_dropout: 3, exact_attention: 9, context_attention: 10}
 """Where the number of a dropout stands among its arguments."""
 SHORT = {"scaled_dot_product_attention": "attention", "cross_entropy_loss": "loss", "vocab_cross_entropy": "loss"}
 SHORT |= {"split_with_sizes": "split", "exact_dropout": "dropout", "exact_attention": "attention"}
+SHORT |= {"context_attention": "attention"}
 UNPACKED = 8  # parts of a value that are given names of their own
 
 
 class Body:
     """The lines of a function, and which operators of `meg_compile.ops` they call.
 
-    tensor: how a parameter or buffer is written. first_site: the number of the first dropout, where others are counted
-    from it. call: writes a call_module node, given how its arguments are written.
+    tensor: how a parameter or buffer is written. cp: sequences are shared out. first_site: the number of the first
+    dropout, where others are counted from it.
     """
 
     def __init__(
@@ -38,13 +41,14 @@ class Body:
         graph: fx.Graph,
         expressions: Expressions,
         tensor: Callable[[str], str],
+        cp: bool = False,
         first_site: int | None = None,
-        taken: Collection[str] = (),
     ):
-        self.graph, self.expressions, self.tensor, self.first_site = graph, expressions, tensor, first_site
+        self.graph, self.expressions, self.tensor = graph, expressions, tensor
+        self.cp, self.first_site = cp, first_site
         self.names: dict[fx.Node, str] = {}
         self.wanted: dict[fx.Node, str] = {}
-        self.taken = {*RESERVED, *taken}
+        self.taken = {*RESERVED, *(getattr(node.target, "__name__", "") for node in graph.nodes)}
         self.operators: set[tuple[str, str]] = set()
         self.rows: list[tuple[str, str]] = []
         self.where = ""
@@ -61,12 +65,17 @@ class Body:
         self.names[node] = found
         return found
 
+    def keep(self, node: fx.Node) -> None:
+        """Call a field of the batch as the batch does."""
+        self.names[node] = str(node.target)
+        self.taken.add(str(node.target))
+
     def spell(self, value: Any) -> str:
         return literal(value, self._operand)
 
     def _operand(self, node: fx.Node) -> str:
         if node.op == "get_attr":
-            return "self.tp" if node.target == TP else self.tensor(str(node.target))
+            return {TP: "self.tp", CP: "self.cp"}.get(str(node.target)) or self.tensor(str(node.target))
         return self.names[node]
 
     def add(self, node: fx.Node) -> None:
@@ -155,11 +164,11 @@ class Body:
         called = node.target.__name__  # type: ignore[union-attr]
         self.operators.add((module, called))
         args = list(node.args)
-        while args and isinstance(args[-1], fx.Node) and args[-1].target == CP:
+        if not self.cp and isinstance(args[-1], fx.Node) and args[-1].target == CP:
             args.pop()
         parameters = list(inspect.signature(node.target).parameters.values())  # type: ignore[arg-type]
         said = [self.spell(arg) for arg in args]
-        if (at := SITE_AT.get(node.target)) is not None and self.first_site is not None:  # type: ignore[arg-type]
+        if (at := _site_at(node)) is not None and self.first_site is not None:
             offset = int(node.args[at]) - self.first_site  # type: ignore[arg-type]
             said[at] = f"site + {offset}" if offset else "site"
         named = {p.name: text for p, text in zip(parameters, said, strict=False) if p.default is not p.empty}
@@ -206,7 +215,12 @@ def _split(text: str) -> list[str]:
 
 def sites(nodes: Iterable[fx.Node]) -> list[int]:
     """The numbers of the dropouts among some nodes."""
-    return [int(n.args[SITE_AT[n.target]]) for n in nodes if n.target in SITE_AT]  # type: ignore[index, arg-type]
+    return [int(n.args[at]) for n in nodes if (at := _site_at(n)) is not None]  # type: ignore[arg-type]
+
+
+def _site_at(node: fx.Node) -> int | None:
+    at = SITE_AT.get(node.target)  # type: ignore[arg-type]
+    return at if at is not None and at < len(node.args) else None
 
 
 def _parts(node: fx.Node) -> dict[int, list[fx.Node]]:

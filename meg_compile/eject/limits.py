@@ -6,9 +6,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from meg_compile.eject.blocks import whole_blocks
 from meg_compile.eject.expression import is_of_torch
+from meg_compile.eject.function import OURS
 from meg_compile.errors import Fault
 from meg_compile.graph.nodes import RNG, base_name, in_source
+from meg_compile.passes.blocks import find_blocks
 from meg_compile.schedules import SCHEDULES
 
 if TYPE_CHECKING:
@@ -20,22 +23,29 @@ if TYPE_CHECKING:
 def eject_faults(program: Program) -> list[Fault]:
     """Every setting that main.py does not know, and every operator that it could not call."""
     plan, found = program.plan, []
-    if plan.cp > 1:
-        found.append(Fault("plan.cp", plan.cp, "main.py does not share out sequences", "use plan.cp=1"))
     if plan.zero and plan.dp > 1:
         problem = "main.py keeps a whole copy of its states on every replica"
         found.append(Fault("plan.zero", plan.zero, problem, "use plan.zero=0, or plan.dp=1"))
-    if plan.recompute != "none":
-        problem = "main.py keeps all that backward reads"
+    if plan.recompute == "selective":
+        problem = "main.py recomputes whole blocks"
+        found.append(Fault("plan.recompute", plan.recompute, problem, "use plan.recompute=none or full"))
+    if plan.recompute == "full" and plan.recompute_every > 1:
+        problem = "main.py recomputes every block"
+        found.append(Fault("plan.recompute_every", plan.recompute_every, problem, "use plan.recompute_every=1"))
+    if plan.recompute == "full" and any(
+        find_blocks(s.graph).keys() - whole_blocks(s.graph).keys() for s in program.stages
+    ):
+        problem = "the model has layers that are no numbered modules which run in one go"
         found.append(Fault("plan.recompute", plan.recompute, problem, "use plan.recompute=none"))
     if plan.pp > 1 and SCHEDULES[plan.schedule].splits:
         others = ", ".join(s.name for s in SCHEDULES.values() if not s.splits and s.vpp in (None, plan.vpp))
         problem = "main.py runs backward in one part"
         found.append(Fault("plan.schedule", plan.schedule, problem, f"use one of {others}"))
-    for dtype in {spec.dtype for spec in program.params.values() if spec.halved}:
-        name = "fp16" if dtype == torch.float16 else "bf16"
-        problem = "main.py has no master weights for half precision"
-        found.append(Fault("precision", name, problem, "use precision=fp32 or fp64"))
+    if any(spec.dtype == torch.float16 for spec in program.params.values() if spec.halved):
+        found.append(Fault("precision", "fp16", "main.py scales no loss", "use precision=bf16, fp32 or fp64"))
+    if clashing := [name for name in program.inputs if name in OURS or not name.isidentifier()]:
+        problem = f"a field of the batch is called {clashing[0]}"
+        found.append(Fault("task", "eject", problem, "give it a name that is free in Python"))
     if program.source is None and any(not spec.persistent for spec in program.params.values()):
         problem = "it was given on meta, and has constants that no state_dict holds"
         found.append(Fault("model", None, problem, "give a function that builds it"))

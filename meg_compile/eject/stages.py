@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 def stage_source(program: Program, stage: Stage, classes: Classes) -> tuple[str, set[tuple[str, str]]]:
     """(the file of a stage, the operators of `meg_compile.ops` that it calls)."""
     outer, blocks = classes.outline(stage.graph)
-    body = Body(outer, classes.expressions, attribute)
+    body = Body(outer, classes.expressions, attribute, classes.cp)
     inputs = [node for node in outer.nodes if node.op == "placeholder"]
     received, fields = inputs[: len(stage.received)], inputs[len(stage.received) :]
     for node in fields:
-        body.name(node, str(node.target))
+        body.keep(node)
     for node in received:
         body.name(node, "x")
     chains = _chains(outer, blocks)
@@ -36,7 +36,7 @@ def stage_source(program: Program, stage: Stage, classes: Classes) -> tuple[str,
         if isinstance(chain, fx.Node):
             body.add(chain)
         else:
-            _call(body, chain, blocks)
+            _call(body, chain, blocks, classes.recompute)
     output = next(n for n in reversed(outer.nodes) if n.op == "output")
     value = output.args[0]
     body.line(f"return {', '.join(map(body.spell, value)) if isinstance(value, (tuple, list)) else body.spell(value)}")
@@ -86,6 +86,7 @@ def _imports(text: str, operators: Iterable[tuple[str, str]], own: list[str], to
     lines = [*own, *(f"from ops.{module} import {', '.join(names)}" for module, names in ours.items())]
     library = ["import torch"] if torch_too or re.search(r"\btorch\.", text) else []
     library += ["import torch.nn.functional as F"] if re.search(r"\bF\.", text) else []
+    library += ["from torch.utils.checkpoint import checkpoint"] if "checkpoint(" in text else []
     return [*library, *([""] if library else []), *(line for one in sorted(lines) for line in wrap(one, WIDTH))]
 
 
@@ -186,15 +187,14 @@ def _continues(chain: Chain, node: fx.Node, blocks: dict[str, Block]) -> bool:
     return len(chain.calls) == 1 or (changed[0] == chain.at and len(steps) <= 1)
 
 
-def _call(body: Body, chain: Chain, blocks: dict[str, Block]) -> None:
+def _call(body: Body, chain: Chain, blocks: dict[str, Block], recompute: bool) -> None:
     """Write the call of a block, or the loop over several."""
     first, last = chain.calls[0], chain.calls[-1]
     block = blocks[str(first.target)]
     if len(chain.calls) == 1:
         name = body.name(first, "x")
         given = [body.spell(arg) for arg in first.args] + _site(block.first_site, None, block)
-        code = f"{attribute(block.layer)}({', '.join(given)})"
-        body.line(f"{name} = {code}", _comment(first))
+        body.line(f"{name} = {_called(attribute(block.layer), given, recompute)}", _comment(first))
         return
     start = _only_for(chain)
     if start is not None:
@@ -208,7 +208,13 @@ def _call(body: Body, chain: Chain, blocks: dict[str, Block]) -> None:
     stem, number = _stem(block.layer).rstrip("."), _number(block.layer)
     body.line(f"for i in {_range(number, len(chain.calls))}:")
     holder = attribute(stem) if stem else "self"
-    body.line(f"    {name} = {holder}[i]({', '.join(given)})", _comment(last))
+    body.line(f"    {name} = {_called(f'{holder}[i]', given, recompute)}", _comment(last))
+
+
+def _called(block: str, given: list[str], recompute: bool) -> str:
+    if recompute:
+        return f"checkpoint({', '.join([block, *given])}, use_reentrant=False)"
+    return f"{block}({', '.join(given)})"
 
 
 def _only_for(chain: Chain) -> fx.Node | None:

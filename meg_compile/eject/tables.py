@@ -16,13 +16,14 @@ if TYPE_CHECKING:
 
 def shards(program: Program, num_micro_batches: int) -> str:
     """shards.json: the plan, the fields of a batch, and a line for each parameter and buffer."""
-    plan = {name: getattr(program.plan, name) for name in ("tp", "dp", "pp", "vpp", "sp", "schedule")}
+    plan = {name: getattr(program.plan, name) for name in ("tp", "cp", "dp", "pp", "vpp", "sp", "schedule")}
     plan |= {"rank_of_stage": [program.pp_rank_of(stage.index) for stage in program.stages]}
     plan |= {"micro_batch_size": program.micro_batch_size, "num_micro_batches": num_micro_batches}
     fields = {
         name: {
             "shape": list(x.shape),
             "dtype": _dtype(x.dtype),
+            "sequence": program.parts.get(name),
             "limits": [(limit.size, limit.ignored) for limit in program.limits if limit.field == name],
         }
         for name, x in program.inputs.items()
@@ -45,6 +46,7 @@ def _parameter(spec: ParamSpec) -> dict[str, Any]:
     return {
         "shape": list(spec.shape),
         "dtype": _dtype(spec.dtype),
+        "held": _dtype(spec.held),
         "stages": list(spec.stages),
         "local_shape": list(spec.local_shape),
         "runs": [shard.runs for shard in spec.shards] if spec.sharded else None,
@@ -79,7 +81,7 @@ def loss_source(program: Program, expressions: Expressions) -> str:
         body = Body(counter.graph, expressions, str)
         inputs = [node for node in counter.graph.nodes if node.op == "placeholder" and node.users]
         for node in inputs:
-            body.name(node, str(node.target))
+            body.keep(node)
         for node in counter.graph.nodes:
             body.add(node)
         body.rows = [(code, "") for code, _ in body.rows]

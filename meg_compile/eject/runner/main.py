@@ -6,8 +6,10 @@ torchrun --nproc-per-node N main.py --weights weights.pt --data data.pt
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
 import json
+import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -79,29 +81,26 @@ class Rank:
         self.indices = [i for i, rank in enumerate(self.plan["rank_of_stage"]) if rank == self.pp_rank]
         mine = {name: spec for name, spec in self.specs.items() if set(spec["stages"]) & set(self.indices)}
         self.tensors = {name: self._own(mine[name], whole) for name, whole in read(args.weights, mine)}
+        self.copies = dict(self._working_copies())
         if missing := mine.keys() - self.tensors.keys():
             raise SystemExit(f"{args.weights} has no {', '.join(sorted(missing))}")
         self.parameters = {n: t for n, t in self.tensors.items() if t.requires_grad}
-        tp = Group(self.plan["tp"], self.tp_rank, self.tp)
-        self.stages = [self._build(i, tp) for i in self.indices]
+        self.stages = [self._build(i) for i in self.indices]
         self.data = torch.load(args.data, mmap=True, weights_only=True) if args.data else None
         self.schedule = self._pipeline() if self.plan["pp"] > 1 else None
 
     def _make_groups(self) -> None:
-        """Ranks lie as tp (the fastest), dp, pp; a group of one is None."""
-        sizes = {dim: self.plan[dim] for dim in ("pp", "dp", "tp")}
-        wanted = sizes["pp"] * sizes["dp"] * sizes["tp"]
+        """Ranks lie as tp (the fastest), cp, dp, pp; a group of one is None."""
+        sizes = {dim: self.plan[dim] for dim in ("pp", "dp", "cp", "tp")}
+        wanted = math.prod(sizes.values())
         if dist.get_world_size() != wanted:
             raise SystemExit(f"this plan needs {wanted} processes, and there are {dist.get_world_size()}")
         mesh = init_device_mesh(self.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-        self.tp, self.dp, self.pp = (mesh.get_group(d) if sizes[d] > 1 else None for d in ("tp", "dp", "pp"))
-        rank = dist.get_rank()
-        self.tp_rank = rank % sizes["tp"]
-        self.dp_rank = rank // sizes["tp"] % sizes["dp"]
-        self.pp_rank = rank // (sizes["tp"] * sizes["dp"])
-        self.tied = list(self._tied_groups())
+        self.pp, self.dp, self.cp, self.tp = (mesh.get_group(d) if sizes[d] > 1 else None for d in sizes)
+        self.pp_rank, self.dp_rank, self.cp_rank, self.tp_rank = (mesh.get_local_rank(d) for d in sizes)
+        self.tied = list(self._tied_groups(mesh.mesh))
 
-    def _tied_groups(self) -> Iterator[tuple[list[str], Any]]:
+    def _tied_groups(self, mesh: Tensor) -> Iterator[tuple[list[str], Any]]:
         """Parameters that several pipeline ranks hold copies of, with the group of those ranks. All ranks make all."""
         tied: dict[tuple[int, ...], list[str]] = {}
         for name, spec in self.specs.items():
@@ -109,25 +108,35 @@ class Rank:
             if spec["trainable"] and len(ranks) > 1:
                 tied.setdefault(ranks, []).append(name)
         for ranks, names in tied.items():
-            for dp_rank in range(self.plan["dp"]):
-                for tp_rank in range(self.plan["tp"]):
-                    others = [(pp * self.plan["dp"] + dp_rank) * self.plan["tp"] + tp_rank for pp in ranks]
-                    group = dist.new_group(others)
-                    if dist.get_rank() in others:
-                        yield names, group
+            for others in mesh[list(ranks)].flatten(1).t().tolist():
+                group = dist.new_group(others)
+                if dist.get_rank() in others:
+                    yield names, group
 
     def _own(self, spec: dict[str, Any], whole: Tensor) -> Tensor:
         """This rank's part of a parameter or buffer; rows that fill up a vocabulary are zero."""
         part = whole
         for dim, runs in spec["runs"][self.tp_rank] if spec["runs"] else ():
             part = torch.cat([part.narrow(dim, start, length) for start, length in runs], dim)
-        local = torch.zeros(spec["local_shape"], dtype=getattr(torch, spec["dtype"]), device=self.device)
+        local = torch.zeros(spec["local_shape"], dtype=getattr(torch, spec["held"]), device=self.device)
         local[tuple(slice(n) for n in part.shape)] = part
         return local if spec["buffer"] else nn.Parameter(local, requires_grad=spec["trainable"])
 
-    def _build(self, index: int, tp: Group) -> Any:
+    def _working_copies(self) -> Iterator[tuple[str, Tensor]]:
+        """What the stages read of parameters in half precision: `tensors` are float32, and so are gradients."""
+        for name, master in self.tensors.items():
+            dtype = getattr(torch, self.specs[name]["dtype"])
+            if dtype != master.dtype:
+                copy = nn.Parameter(master.detach().to(dtype), requires_grad=master.requires_grad)
+                if copy.requires_grad:
+                    copy.register_post_accumulate_grad_hook(functools.partial(hand_over, master))
+                yield name, copy
+
+    def _build(self, index: int) -> Any:
         stage = getattr(importlib.import_module(f"stage{index}"), f"Stage{index}")
-        return stage({n: t for n, t in self.tensors.items() if index in self.specs[n]["stages"]}, tp, self.device)
+        tp, cp = Group(self.plan["tp"], self.tp_rank, self.tp), Group(self.plan["cp"], self.cp_rank, self.cp)
+        read = self.tensors | self.copies
+        return stage({n: t for n, t in read.items() if index in self.specs[n]["stages"]}, tp, cp, self.device)
 
     def _pipeline(self) -> Any:
         num, last = len(self.plan["rank_of_stage"]), torch.empty((), device="meta")
@@ -149,11 +158,22 @@ class Rank:
         micro_batches = zip(*(x.split(self.plan["micro_batch_size"]) for x in batch.values()), strict=True)
         scale = importlib.import_module("loss").scale([dict(zip(batch, parts, strict=True)) for parts in micro_batches])
         own = {n: x[rows * self.dp_rank : rows * (self.dp_rank + 1)].to(self.device) for n, x in batch.items()}
-        loss = self._run(own, scale)
+        with torch.no_grad():
+            for name, copy in self.copies.items():
+                copy.copy_(self.tensors[name])
+        loss = self._run({name: self._part(name, x) for name, x in own.items()}, scale)
         self._reduce()
         total = torch.tensor([loss if self.tp_rank == 0 else 0.0], dtype=torch.float64, device=self.device)
         dist.all_reduce(total)
         return total.item()
+
+    def _part(self, name: str, x: Tensor) -> Tensor:
+        """This rank's two chunks of a field's sequence: an early one and a late one, which have the same work."""
+        if self.cp is None or (sequence := self.fields[name]["sequence"]) is None:
+            return x
+        dim, before = sequence
+        chunks = x.unflatten(dim, (before, 2 * self.plan["cp"], -1)).unbind(dim + 1)
+        return torch.cat([chunks[self.cp_rank], chunks[-1 - self.cp_rank]], dim + 1).flatten(dim, dim + 1)
 
     def batch(self, step: int, num_rows: int) -> Batch:
         """The global batch of a step, field -> [num_rows, ...]."""
@@ -195,25 +215,26 @@ class Rank:
         return float(torch.stack(losses).detach().sum()) if losses else 0.0
 
     def _reduce(self) -> None:
-        """Sum gradients: partial ones over tp, those of tied parameters over their copies, all over dp."""
+        """Sum gradients: partial ones over tp, those of tied parameters over their copies, all over dp and cp."""
         for name, parameter in self.parameters.items():
             if self.tp is not None and self.specs[name]["partial_gradient"]:
                 dist.all_reduce(gradient(parameter), group=self.tp)
         for names, group in self.tied:
             for name in names:
                 dist.all_reduce(gradient(self.parameters[name]), group=group)
-        for parameter in self.parameters.values():
-            if self.dp is not None and parameter.grad is not None:
-                dist.all_reduce(parameter.grad, group=self.dp)
+        for group in (self.dp, self.cp):
+            for parameter in self.parameters.values():
+                if group is not None and parameter.grad is not None:
+                    dist.all_reduce(parameter.grad, group=group)
 
     def save(self, path: Path) -> None:
         """Write the whole model's state_dict, as far as it was trained or loaded, on rank 0."""
-        mine = {n: t.detach().cpu() for n, t in self.tensors.items()} if self.dp_rank == 0 else {}
+        mine = {n: t.detach().cpu() for n, t in self.tensors.items()} if self.dp_rank == self.cp_rank == 0 else {}
         parts: list[Any] = [None] * dist.get_world_size()
         dist.gather_object((self.tp_rank, mine), parts if dist.get_rank() == 0 else None)
         state = {}
         for name, spec in self.specs.items() if dist.get_rank() == 0 else ():
-            whole = torch.zeros(spec["shape"], dtype=getattr(torch, spec["dtype"]))
+            whole = torch.zeros(spec["shape"], dtype=getattr(torch, spec["held"]))
             for tp_rank, held in parts:
                 if name in held:
                     place(held[name], whole, spec["runs"][tp_rank] if spec["runs"] else [])
@@ -227,6 +248,16 @@ def gradient(parameter: Tensor) -> Tensor:
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
     return parameter.grad
+
+
+def hand_over(master: Tensor, copy: Tensor) -> None:
+    """Add the gradient of a working copy to that of its master, in the master's precision."""
+    assert copy.grad is not None
+    if master.grad is None:
+        master.grad = copy.grad.to(master.dtype)
+    else:
+        master.grad += copy.grad
+    copy.grad = None
 
 
 def place(part: Tensor, whole: Tensor, runs: list[Any]) -> None:

@@ -14,9 +14,9 @@ from meg_compile.ops.group import Group
 class Part(nn.Module):
     """A part of the model: self.attn.c_attn.weight is its parameter of that name, self[3] what is called "3"."""
 
-    def __init__(self, tp: Group, device: torch.device):
+    def __init__(self, tp: Group, cp: Group, device: torch.device):
         super().__init__()
-        self.tp, self.device = tp, device
+        self.tp, self.cp, self.device = tp, cp, device
 
     def __getitem__(self, number: int) -> Any:
         return getattr(self, str(number))
@@ -34,16 +34,16 @@ class Stage(Part):
     SENT: ClassVar[tuple[Tensor, ...]]
     BLOCKS: ClassVar[dict[str, type[Part]]] = {}
 
-    def __init__(self, tensors: Mapping[str, Tensor], tp: Group, device: torch.device):
+    def __init__(self, tensors: Mapping[str, Tensor], tp: Group, cp: Group, device: torch.device):
         """tensors: this rank's part of every parameter and buffer, by name."""
-        super().__init__(tp, device)
+        super().__init__(tp, cp, device)
         for name, tensor in tensors.items():
             *path, last = name.split(".")
             holder: nn.Module = self
             for i, part in enumerate(path):
                 if part not in holder._modules:
                     kind = self.BLOCKS.get(".".join(path[: i + 1]), Part)
-                    holder.register_module(part, kind(tp, device))
+                    holder.register_module(part, kind(tp, cp, device))
                 holder = holder._modules[part]  # type: ignore[assignment]
             if isinstance(tensor, nn.Parameter):
                 holder.register_parameter(last, tensor)
