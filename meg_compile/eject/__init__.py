@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,7 +14,7 @@ from meg_compile.eject.readme import readme
 from meg_compile.eject.shake import local, write_operators
 from meg_compile.eject.stages import blocks_source, stage_source
 from meg_compile.eject.tables import constants, loss_source, shards
-from meg_compile.errors import Refused
+from meg_compile.errors import Fault, Refused
 from meg_compile.schedules import SCHEDULES
 
 if TYPE_CHECKING:
@@ -27,12 +26,15 @@ RUNNER = Path(__file__).parent / "runner"
 
 
 def eject(program: Program, directory: Path, num_micro_batches: int | None = None) -> None:
-    """Write a program into a directory, which is made: main.py, stage0.py and so on, blocks.py, shards.json, README.md.
+    """Write a program into a new directory: main.py, stage0.py and so on, blocks.py, shards.json, README.md.
 
     num_micro_batches: of a replica in a step, unless main.py is told otherwise; None for as few as fill the pipeline.
-    Refused, before anything is written, for a plan that main.py does not run.
+    Refused, before anything is written, for a plan that main.py does not run, or a directory that is not empty.
     """
-    if found := eject_faults(program):
+    found = eject_faults(program)
+    if directory.exists() and not (directory.is_dir() and not any(directory.iterdir())):
+        found.append(Fault("directory", directory, "is there already, with something in it", "name a new one"))
+    if found:
         raise Refused(found)
     plan = program.plan
     num_micro_batches = num_micro_batches or SCHEDULES[plan.schedule].near(plan.pp, plan.pp)[0]
@@ -51,8 +53,7 @@ def eject(program: Program, directory: Path, num_micro_batches: int | None = Non
     files |= {name: local((RUNNER / name).read_text(encoding="utf-8")) for name in ("main.py", "parts.py")}
     beside = constants(program)
     files["README.md"] = readme(program, [*files, "ops/", *(["constants.pt"] if beside else [])])
-    shutil.rmtree(directory, ignore_errors=True)
-    directory.mkdir(parents=True)
+    directory.mkdir(parents=True, exist_ok=True)
     for name, text in files.items():
         (directory / name).write_text(text, encoding="utf-8")
     if beside:
