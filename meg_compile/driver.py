@@ -101,7 +101,8 @@ def eject_program(config: Config, program: Program, run_dir: Path) -> dict[str, 
     program.eject(folder, config.num_microbatches)
     print(f"ejected {program.plan}: {folder}; its README.md says how to run it", flush=True)
     result = {"task": "eject", "status": "ok", "plan": config.to_dict()["plan"], "num_ranks": config.num_ranks}
-    write_json(run_dir / "result.json", result | {"path": str(folder)})
+    result["path"] = str(folder)
+    write_json(run_dir / "result.json", result)
     return result
 
 

@@ -128,7 +128,9 @@ def _processes(v: Mapping[str, Any], here: Here) -> list[Fault]:
     sizes, nproc = _sizes(v), v["launch.nproc"]
     needed = math.prod(sizes.values())
     if v["task"] in ALONE:
-        return []
+        problem = f"task={v['task']} is one process, and torchrun started {here.world_size}"
+        many = (here.world_size or 1) > 1
+        return [Fault("WORLD_SIZE", here.world_size, problem, "run it without torchrun")] if many else []
     arithmetic = " x ".join(f"{name} {size}" for name, size in sizes.items()) + f" = {needed}"
     faults = []
     if here.world_size not in (None, needed):
