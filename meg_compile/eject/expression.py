@@ -104,11 +104,15 @@ def _python(node: fx.Node, spell: Spell) -> str:
     if is_of_torch(node.target):
         return f"torch.{name}({', '.join(args)})"
     if name in INFIX and len(args) == 2:
-        return f"{args[0]} {INFIX[name]} {args[1]}"
+        return _infix(name, *args)
     if name in PREFIX and len(args) == 1:
         return f"{PREFIX[name]}{args[0]}"
     assert node.target is operator.getitem, f"{node.format_node()}: no operator that is known"
     return f"{args[0]}[{args[1]}]"
+
+
+def _infix(name: str, one: str, other: str) -> str:
+    return f"({one}) {INFIX[name]} {other}" if one.startswith("-") else f"{one} {INFIX[name]} {other}"
 
 
 def _forms(node: fx.Node, spell: Spell) -> Iterator[tuple[str, str]]:
@@ -120,7 +124,7 @@ def _forms(node: fx.Node, spell: Spell) -> Iterator[tuple[str, str]]:
     plain = [spell(value) for value in positional]
     keywords = [f"{key}={spell(value)}" for key, value in named.items()]
     if len(plain) == 2 and not named and name in INFIX:
-        yield "infix", f"{plain[0]} {INFIX[name]} {plain[1]}"
+        yield "infix", _infix(name, *plain)
     if name == "rsub" and len(plain) == 2 and not named:
         yield "rsub", f"{plain[1]} - {plain[0]}"
     if len(plain) == 1 and not named and name in PREFIX:
@@ -190,26 +194,27 @@ def _special(name: str, node: fx.Node, spell: Spell) -> str:
         x, target, weight, reduction, ignored, smoothing = (*args, *(None, 1, -100, 0.0)[len(args) - 2 :])
         how = [spell(x), spell(target)] + ([f"weight={spell(weight)}"] if weight is not None else [])
         how += [f"ignore_index={ignored}"] if ignored != -100 else []
-        how += [f'reduction="{REDUCTIONS[int(reduction)]}"'] if reduction != 1 else []  # type: ignore[arg-type]
+        how += [f'reduction="{REDUCTIONS[reduction]}"'] if reduction != 1 else []
         how += [f"label_smoothing={smoothing}"] if smoothing else []
         return f"F.{'cross_entropy' if name == 'cross_entropy_loss' else 'nll_loss'}({', '.join(how)})"
-    if name.endswith("_loss") and len(args) > 2 and args[-1] in (0, 1, 2) and len(args) == 3:
-        return f'F.{name}({spell(args[0])}, {spell(args[1])}, reduction="{REDUCTIONS[int(args[2])]}")'  # type: ignore[arg-type]
+    if name.endswith("_loss") and len(args) == 3 and args[2] in (0, 1, 2):
+        return f'F.{name}({spell(args[0])}, {spell(args[1])}, reduction="{REDUCTIONS[args[2]]}")'
     if name == "slice" and all(isinstance(a, int) for a in args[1:]):
-        dim, start, end, step = (*args[1:], *(0, None, None, 1)[len(args) - 1 :])
-        if dim < 0:  # type: ignore[operator]
+        given: Any = (*args[1:], *(0, None, None, 1)[len(args) - 1 :])
+        dim, start, end, step = given
+        if dim < 0:
             return ""
         end = None if end == 2**63 - 1 else end
         start = None if start == 0 else start
         part = literal(slice(start, end, None if step == 1 else step), spell)
-        return f"{spell(args[0])}[{', '.join([':'] * dim + [part])}]"  # type: ignore[operator]
+        return f"{spell(args[0])}[{', '.join([':'] * dim + [part])}]"
     if name == "select" and isinstance(args[1], int) and args[1] >= 0:
         return f"{spell(args[0])}[{', '.join([':'] * args[1] + [spell(args[2])])}]"
     if name == "index":
-        index = [":" if a is None else spell(a) for a in args[1]]  # type: ignore[union-attr]
+        index = [":" if a is None else spell(a) for a in args[1]]
         return f"{spell(args[0])}[{', '.join(index)}]"
     if name in ("einsum", "broadcast_tensors"):
-        return f"torch.{name}({', '.join([*map(spell, args[:-1]), *map(spell, args[-1])])})"  # type: ignore[arg-type]
+        return f"torch.{name}({', '.join([*map(spell, args[:-1]), *map(spell, args[-1])])})"
     if name == "to" and [key for key, value in node.kwargs.items() if value is not None] == ["dtype"]:
         return f"{spell(args[0])}.to({spell(node.kwargs['dtype'])})"
     return ""
