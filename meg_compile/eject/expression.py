@@ -191,7 +191,8 @@ def _special(name: str, node: fx.Node, spell: Spell) -> str:
         padding = f", padding_idx={args[2]}" if len(args) > 2 and args[2] not in (None, -1) else ""
         return f"F.embedding({spell(args[1])}, {spell(args[0])}{padding})"
     if name in ("cross_entropy_loss", "nll_loss_nd", "nll_loss"):
-        x, target, weight, reduction, ignored, smoothing = (*args, *(None, 1, -100, 0.0)[len(args) - 2 :])
+        all_args: Any = (*args, *(None, 1, -100, 0.0)[len(args) - 2 :])
+        x, target, weight, reduction, ignored, smoothing = all_args
         how = [spell(x), spell(target)] + ([f"weight={spell(weight)}"] if weight is not None else [])
         how += [f"ignore_index={ignored}"] if ignored != -100 else []
         how += [f'reduction="{REDUCTIONS[reduction]}"'] if reduction != 1 else []
