@@ -1,6 +1,6 @@
 """The tasks: from composed settings to `result.json`, in the process that the user started and in each worker.
 
-- `run`: check everything that needs no process, then explain, or start the workers (or be one, under torchrun);
+- `run`: check everything that needs no process, then explain, eject or start the workers (or be one, under torchrun);
 - `worker`: a worker that `run` started;
 - `follow`: a rank other than 0 under torchrun, which hears from rank 0 what to work on;
 - `work`: what all ranks then do: compile, load their shards, verify or train.
@@ -51,6 +51,8 @@ def run(
         write_json(run_dir / "plan.json", program.to_dict(config.num_microbatches))
         if config.task == "explain":
             return show_plan(config, program, run_dir)
+        if config.task == "eject":
+            return eject_program(config, program, run_dir)
         processes = "1 process" if config.num_ranks == 1 else f"{config.num_ranks} processes, {program.plan}"
         print(f"{config.task}: {processes}; run directory {run_dir}", flush=True)
         if program.units.unclear and config.num_microbatches * config.plan.dp > 1 and not config.train.check:
@@ -89,6 +91,17 @@ def show_plan(config: Config, program: Program, run_dir: Path) -> dict[str, Any]
         print(f"note: data.path={path} is not there; task=explain reads no data", file=sys.stderr)
     (run_dir / "explain.txt").write_text(text + "\n")
     result = {"task": "explain", "status": "ok", "plan": config.to_dict()["plan"], "num_ranks": config.num_ranks}
+    write_json(run_dir / "result.json", result)
+    return result
+
+
+def eject_program(config: Config, program: Program, run_dir: Path) -> dict[str, Any]:
+    """Writes the program as source that runs with torch alone, into `ejected/`. Starts no process."""
+    folder = run_dir / "ejected"
+    program.eject(folder, config.num_microbatches)
+    print(f"ejected {program.plan}: {folder}; its README.md says how to run it", flush=True)
+    result = {"task": "eject", "status": "ok", "plan": config.to_dict()["plan"], "num_ranks": config.num_ranks}
+    result["path"] = str(folder)
     write_json(run_dir / "result.json", result)
     return result
 

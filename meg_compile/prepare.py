@@ -11,7 +11,9 @@ from torch import Tensor, nn
 
 from meg_compile.compiler import compile
 from meg_compile.config import OWN, Config, Here, resolve
+from meg_compile.config.schema import ALONE
 from meg_compile.config.targets import locate
+from meg_compile.eject import eject_faults
 from meg_compile.errors import Fault, Refused
 from meg_compile.passes.dropout import find_noise
 from meg_compile.program import Program
@@ -42,10 +44,11 @@ def prepare(
     if config is None or any(_concerns(fault.key) for fault in faults):
         raise Refused(faults)
     try:
-        dataset = None if config.task == "explain" else build_dataset(config)
+        dataset = None if config.task in ALONE else build_dataset(config)
         program = compile_program(config, dataset)
         faults += coupling_faults(config, program) + _vocabulary_faults(config, program, dataset)
         faults += _block_faults(config, program) + _noise_faults(config, program)
+        faults += eject_faults(program) if config.task == "eject" else []
     except Refused as error:
         if faults:
             raise Refused([*faults, *error.faults]) from error
@@ -69,7 +72,7 @@ def build_dataset(config: Config) -> Any:
 def compile_program(config: Config, dataset: Any) -> Program:
     """Compiles the model for one micro-batch of the dataset.
 
-    Without a dataset (task=explain) our own text is taken as `data.seq_len` token ids a row, so that no file or
+    Without a dataset (task=explain, eject) our own text is taken as `data.seq_len` token ids a row, so that no file or
     tokenizer is needed; any other dataset is built after all, since only it knows its fields.
     """
     inputs = _inputs(config, dataset)

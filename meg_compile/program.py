@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
 from meg_compile.axes.infer import Axes
 from meg_compile.axes.layout import Shard
+from meg_compile.eject import eject
 from meg_compile.explain.describe import explain, to_dict
 from meg_compile.graph.capture import Captured
 from meg_compile.graph.cost import Flops, count_flops
@@ -206,6 +208,10 @@ class Program:
         """The axes, every pair, every Linear outside one and why, the graph of one block with its f and g, the stages,
         and the bytes that a step of so many micro-batches moves."""
         return explain(self, num_micro_batches, block)
+
+    def eject(self, directory: str | Path, num_micro_batches: int | None = None) -> None:
+        """Write the program as source that runs with torch alone, as `meg_compile.eject.eject` says."""
+        eject(self, Path(directory), num_micro_batches)
 
     def to_dict(self, num_micro_batches: int = 1) -> dict[str, Any]:
         """The same as plain data (plan.json)."""

@@ -195,6 +195,14 @@ def test_torchrun_must_have_started_as_many_processes_as_the_plan_needs(composed
     assert "--nproc-per-node 4" in fault.fix
 
 
+@pytest.mark.parametrize("task", ["explain", "eject"])
+def test_tasks_of_one_process_are_not_for_torchrun(composed, task):
+    plain = composed(f"task={task}")[0].to_dict()
+    assert resolve(plain, [], Here(world_size=1, local_size=1), Path.cwd())[1] == []
+    (fault,) = resolve(plain, [], Here(world_size=4, local_size=4), Path.cwd())[1]
+    assert str(fault) == f"WORLD_SIZE=4: task={task} is one process, and torchrun started 4; run it without torchrun"
+
+
 @pytest.mark.parametrize(
     "typed, rewritten",
     [

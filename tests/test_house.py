@@ -19,6 +19,7 @@ LAYERS = [
     {"compiler"},
     {"runtime"},
     {"program"},
+    {"eject"},
     {"explain", "report"},
     {"passes"},
     {"axes"},

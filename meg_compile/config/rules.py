@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from meg_compile.config.read import Reading
+from meg_compile.config.schema import ALONE
 from meg_compile.config.targets import OWN
 from meg_compile.errors import Fault, any_of
 from meg_compile.plan import Plan, plan_faults
@@ -126,8 +127,10 @@ def _microbatches(v: Mapping[str, Any], here: Here) -> list[Fault]:
 def _processes(v: Mapping[str, Any], here: Here) -> list[Fault]:
     sizes, nproc = _sizes(v), v["launch.nproc"]
     needed = math.prod(sizes.values())
-    if v["task"] == "explain":
-        return []
+    if v["task"] in ALONE:
+        problem = f"task={v['task']} is one process, and torchrun started {here.world_size}"
+        many = (here.world_size or 1) > 1
+        return [Fault("WORLD_SIZE", here.world_size, problem, "run it without torchrun")] if many else []
     arithmetic = " x ".join(f"{name} {size}" for name, size in sizes.items()) + f" = {needed}"
     faults = []
     if here.world_size not in (None, needed):
@@ -151,7 +154,7 @@ def _fitting(sizes: Mapping[str, int], nproc: int | None) -> str:
 
 def _devices(v: Mapping[str, Any], here: Here) -> list[Fault]:
     device, wanted = v["launch.device"], here.local_size or math.prod(_sizes(v).values())
-    if device != "cuda" or v["task"] == "explain" or here.num_gpus >= wanted:
+    if device != "cuda" or v["task"] in ALONE or here.num_gpus >= wanted:
         return []
     problem = f"{wanted} local ranks need a GPU each, and {here.num_gpus} can be seen here"
     return [Fault("launch.device", device, problem, "use launch.device=cpu, or auto")]
@@ -191,8 +194,8 @@ def _momentum(v: Mapping[str, Any], here: Here) -> list[Fault]:
 
 
 def _text(v: Mapping[str, Any], here: Here) -> list[Fault]:
-    """Files and vocabulary of our own text dataset. task=explain never reads a file."""
-    if not v["data._target_"].startswith(OWN) or v["task"] == "explain":
+    """Files and vocabulary of our own text dataset. Tasks that run alone read no file."""
+    if not v["data._target_"].startswith(OWN) or v["task"] in ALONE:
         return []
     faults = []
     for key, what in (("data.path", "text"), ("data.tokenizer", "tokenizer.json")):

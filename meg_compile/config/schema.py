@@ -12,6 +12,9 @@ from typing import Any, Literal
 from meg_compile.config.targets import Target
 from meg_compile.plan import Plan
 
+ALONE = ("explain", "eject")
+"""Tasks that start no process and read no data."""
+
 
 @dataclass
 class PlanConfig:
@@ -156,8 +159,9 @@ class ExplainConfig:
 class Config:
     """Everything that a run is made of."""
 
-    task: Literal["train", "explain", "verify"]
-    """train the model, explain the plan without any process, or verify it against the plain model."""
+    task: Literal["train", "explain", "verify", "eject"]
+    """train the model, explain the plan, verify it against the plain model, or eject it as source that runs with torch
+    alone; explain and eject start no process."""
     precision: Literal["fp64", "fp32", "bf16", "fp16"]
     """Floating-point format of the model. In bf16 and fp16 the weights that are trained, sums of gradients, their
     reductions and the optimizer are in fp32."""

@@ -22,9 +22,9 @@ def to_text(nodes: Iterable[fx.Node]) -> str:
     lines = []
     for node in nodes:
         if node.op == "call_function":
-            lines.append((f"%{node.name} = {_call(node)}", _describe(node), source_line(node)))
+            lines.append((f"%{node.name} = {_call(node)}", describe(node), source_line(node)))
         elif node.op == "placeholder":
-            lines.append((f"%{node.name} = input()", _describe(node), ""))
+            lines.append((f"%{node.name} = input()", describe(node), ""))
         elif node.op == "output":
             lines.append((f"return {_operand(node.args[0])}", "", ""))
     width = max((len(code) for code, text, _ in lines if text), default=0)
@@ -46,7 +46,7 @@ def _atom(atom: Atom, layout: Layout) -> str:
     return f"{name}/{layout.tp}" if atom in layout.sharded else name
 
 
-def _describe(node: fx.Node) -> str:
+def describe(node: fx.Node) -> str:
     value, dims = node.meta.get("val"), node.meta.get("dims")
     if not isinstance(value, torch.Tensor):
         return f"{len(value)} tensors" if isinstance(value, (list, tuple)) else ""
