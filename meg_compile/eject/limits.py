@@ -10,7 +10,7 @@ from meg_compile.eject.blocks import whole_blocks
 from meg_compile.eject.expression import is_of_torch
 from meg_compile.eject.function import OURS
 from meg_compile.errors import Fault
-from meg_compile.graph.nodes import RNG, base_name, in_source
+from meg_compile.graph.nodes import RNG, base_name, in_source, is_random
 from meg_compile.passes.blocks import find_blocks
 from meg_compile.schedules import SCHEDULES
 
@@ -76,4 +76,4 @@ def _draws(node: fx.Node) -> bool:
         return True
     if base_name(node.target) == "scaled_dot_product_attention":
         return len(node.args) > 4 and bool(node.args[4])
-    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+    return is_random(node)
