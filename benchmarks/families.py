@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -61,13 +60,12 @@ class Family:
     config: str
     sizes: dict[str, Any] = field(default_factory=dict)
     batch: Callable[[int], Batch] = tokens
+    loss = None  # the model's own
 
     def build(self) -> nn.Module:
         import transformers
 
-        model = getattr(transformers, self.model)(self.make_config())
-        model.train()
-        return model
+        return getattr(transformers, self.model)(self.make_config())
 
     def make_config(self) -> Any:
         import transformers
@@ -113,8 +111,11 @@ FAMILIES = {
         "Gemma2ForCausalLM", "Gemma2Config", GQA | dict(head_dim=8, query_pre_attn_scalar=8, sliding_window=4)
     ),
     "Gemma 3": Family(
-        "Gemma3ForCausalLM", "Gemma3TextConfig", GQA | dict(head_dim=8, query_pre_attn_scalar=8, sliding_window=4)
-        | dict(layer_types=["sliding_attention", "full_attention"])
+        "Gemma3ForCausalLM",
+        "Gemma3TextConfig",
+        GQA
+        | dict(head_dim=8, query_pre_attn_scalar=8, sliding_window=4)
+        | dict(layer_types=["sliding_attention", "full_attention"]),
     ),
     "StarCoder2": Family(
         "Starcoder2ForCausalLM",
@@ -146,7 +147,8 @@ FAMILIES = {
         "ViTForImageClassification",
         "ViTConfig",
         dict(hidden_size=HIDDEN, num_hidden_layers=LAYERS, num_attention_heads=HEADS, intermediate_size=FFN)
-        | dict(image_size=16, patch_size=4, num_labels=8) | NO_DROPOUT,
+        | dict(image_size=16, patch_size=4, num_labels=8)
+        | NO_DROPOUT,
         images,
     ),
     "T5": Family(
@@ -173,7 +175,57 @@ FAMILIES = {
     "Qwen3-MoE": Family(
         "Qwen3MoeForCausalLM",
         "Qwen3MoeConfig",
-        GQA | dict(head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
+        GQA
+        | dict(head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
         | dict(experts_implementation="grouped_mm"),
+    ),
+}
+
+
+def full(tokens_in_a_row: int) -> Callable[[int], Batch]:
+    """One row of so many tokens, without storage."""
+
+    def batch(step: int) -> Batch:
+        return {
+            name: torch.empty(1, tokens_in_a_row, dtype=torch.int64, device="meta") for name in ("input_ids", "labels")
+        }
+
+    return batch
+
+
+FULL_SIZE = {
+    "Llama-3-8B": Family(
+        "LlamaForCausalLM",
+        "LlamaConfig",
+        dict(vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32)
+        | dict(num_attention_heads=32, num_key_value_heads=8, max_position_embeddings=8192),
+        full(8192),
+    ),
+    "GPT-NeoX-20B": Family(
+        "GPTNeoXForCausalLM",
+        "GPTNeoXConfig",
+        dict(vocab_size=50432, hidden_size=6144, intermediate_size=24576, num_hidden_layers=44, num_attention_heads=64),
+        full(2048),
+    ),
+    "Gemma-2-9B": Family(
+        "Gemma2ForCausalLM",
+        "Gemma2Config",
+        dict(vocab_size=256000, hidden_size=3584, intermediate_size=14336, num_hidden_layers=42)
+        | dict(num_attention_heads=16, num_key_value_heads=8, head_dim=256),
+        full(8192),
+    ),
+    "Qwen3-8B": Family(
+        "Qwen3ForCausalLM",
+        "Qwen3Config",
+        dict(vocab_size=151936, hidden_size=4096, intermediate_size=12288, num_hidden_layers=36)
+        | dict(num_attention_heads=32, num_key_value_heads=8, head_dim=128, max_position_embeddings=8192),
+        full(8192),
+    ),
+    "Mixtral-8x7B": Family(
+        "MixtralForCausalLM",
+        "MixtralConfig",
+        dict(vocab_size=32000, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32)
+        | dict(num_attention_heads=32, num_key_value_heads=8, experts_implementation="grouped_mm"),
+        full(4096),
     ),
 }

@@ -1,7 +1,7 @@
 """Float64 throughout: what a model asks for in float32 whatever its own dtype, it gets in float64.
 
-Most models of transformers compute norms, rotary angles, softmaxes and the loss in float32. So even in float64 two right
-runs of such a model differ by 1e-7, and so would some wrong ones.
+Most models of transformers compute norms, rotary angles, softmaxes and the loss in float32. Even in float64, two right
+runs of such a model then differ by 1e-7, and so would some wrong ones.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import functools
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
@@ -22,7 +23,15 @@ class Wide(TorchFunctionMode):
         if func is torch.Tensor.float:
             func = torch.Tensor.double
         args, kwargs = tree_map_only(torch.dtype, _wide, (args, kwargs or {}))
+        if func is F.grouped_mm:
+            return _grouped_mm(*args, **kwargs)
         return func(*args, **kwargs)
+
+
+def _grouped_mm(x: torch.Tensor, weights: torch.Tensor, *, offs: torch.Tensor) -> torch.Tensor:
+    """x [S, k] in groups that end at `offs` [E], times weights [E, k, n]; torch has none in float64."""
+    groups = x.tensor_split(offs[:-1].long())
+    return torch.cat([group @ weight for group, weight in zip(groups, weights, strict=True)])
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
