@@ -197,11 +197,12 @@ def assert_sharded(program: Program, patterns: tuple[str, ...]) -> None:
 
 
 def assert_copies_agree(program: Program, held: list[tuple[Coords, dict[str, Tensor]]]) -> None:
-    """A whole tensor is the same on every rank that has it, a shard on every rank with that tp coordinate."""
-    first: dict[tuple[str, int], Tensor] = {}
+    """A whole tensor is the same on every rank that has it, a shard on every rank with that tp (dp) coordinate."""
+    first: dict[tuple[str, int, int], Tensor] = {}
     for coords, tensors in held:
         for name, tensor in tensors.items():
-            key = (name, coords.tp if program.params[name].sharded else 0)
+            spec = program.params[name]
+            key = (name, coords.tp if spec.sharded else 0, coords.dp if program.splits(spec) else 0)
             known = first.setdefault(key, tensor)
             assert torch.equal(known, tensor), f"copies of {name} drift apart ({coords})"
 

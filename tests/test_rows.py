@@ -160,6 +160,11 @@ def test_random_programs_that_are_cut_do_add_up():
     assert apart == [18, 60, 64, 68, 69, 80, 93]
 
 
+def test_an_empty_value_is_unclear_and_no_error():
+    nothing = case(lambda z, y, keep: torch.cat([z, z[:, WIDTH:].flatten().view(len(z), 0)], 1).square().mean())
+    assert "reshapes across" in compile_case(nothing, Plan(), 2).units.unclear
+
+
 def test_what_has_no_rule_is_said_to_be_unclear():
     program = compile_case(case(lambda z, y, keep: torch.linalg.svdvals(z[:, None] * z[:, :, None]).mean()), Plan(), 2)
     assert "linalg" in program.units.unclear and "not known" in program.explain(2)

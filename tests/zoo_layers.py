@@ -95,6 +95,30 @@ class Rotary(Heads):
         return x * cos + torch.cat([-right, left], dim=-1) * sin
 
 
+class ComplexRotary(Heads):
+    """Pairs of entries turned as complex numbers."""
+
+    def attend(self, q, k, v):
+        T, D = q.shape[-2:]
+        rates = 100.0 ** (-torch.arange(0, D, 2, device=q.device, dtype=q.dtype) / D)
+        angles = torch.outer(torch.arange(T, device=q.device, dtype=q.dtype), rates)
+        turns = torch.polar(torch.ones_like(angles), angles)
+        return super().attend(self.turn(q, turns), self.turn(k, turns), v)
+
+    @staticmethod
+    def turn(x, turns):
+        pairs = torch.view_as_complex(x.reshape(*x.shape[:-1], -1, 2))
+        return torch.view_as_real(pairs * turns).flatten(-2)
+
+
+class Fourier(Heads):
+    """Queries and keys through complex numbers that no rule knows: whole, and read beside shards of the values."""
+
+    def attend(self, q, k, v):
+        q, k = (torch.fft.fft(x).real for x in (q, k))
+        return super().attend(q, k, v)
+
+
 class NormedHeads(Heads):
     """A norm per head on q and k: whole parameters that every rank reads on its own heads."""
 

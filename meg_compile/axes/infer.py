@@ -65,7 +65,7 @@ def _call(op: Op, ops: dict[fx.Node, Op]) -> None:
     args: Any = map_arg(node.args, lambda n: ops[n].out)
     kwargs: Any = map_arg(node.kwargs, lambda n: ops[n].out)
     op.operands = list(each(args, kwargs))
-    op.grad = op.name != "detach" and any(i.grad for i in inputs) and _is_float(op.val)
+    op.grad = op.name != "detach" and any(i.grad for i in inputs) and _has_gradient(op.val)
     if node.target is operator.getitem:
         op.out = args[0][args[1]]
         return
@@ -75,6 +75,6 @@ def _call(op: Op, ops: dict[fx.Node, Op]) -> None:
         raise MegError(f"{node.format_node()}: its rule says {op.out}, the capture {tuple(op.val.shape)}")
 
 
-def _is_float(val: Any) -> bool:
+def _has_gradient(val: Any) -> bool:
     values = val if isinstance(val, (list, tuple)) else [val]
-    return any(isinstance(v, torch.Tensor) and v.is_floating_point() for v in values)
+    return any(isinstance(v, torch.Tensor) and (v.is_floating_point() or v.is_complex()) for v in values)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import fx
 
 TP, CP, RNG, LATER = "tp_group", "cp_group", "shard_rng", "later"
@@ -28,6 +30,23 @@ def operand(node: fx.Node, at: int) -> fx.Node:
     found = node.args[at]
     assert isinstance(found, fx.Node), f"argument {at} of {node.format_node()} is no node"
     return found
+
+
+def upstream(nodes: Iterable[fx.Node], given: Collection[fx.Node] = ()) -> set[fx.Node]:
+    """All that nodes are computed from, themselves among it; not looking behind what is `given`, which is left out."""
+    found: set[fx.Node] = set()
+    stack = list(nodes)
+    while stack:
+        node = stack.pop()
+        if node not in found and node not in given:
+            found.add(node)
+            stack.extend(node.all_input_nodes)
+    return found
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether an operator draws from a random number generator."""
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
 def attention_mask(node: fx.Node) -> fx.Node | None:

@@ -18,7 +18,7 @@ from meg_compile.axes.layout import Layout
 from meg_compile.axes.op import Op
 from meg_compile.errors import Fault, Refused
 from meg_compile.graph.capture import Captured
-from meg_compile.graph.nodes import base_name, in_source, operand
+from meg_compile.graph.nodes import base_name, in_source, is_random, operand
 from meg_compile.ops.counted import Places, exact_attention, exact_dropout
 
 KEYS = "dropout_keys"
@@ -48,7 +48,7 @@ def draw_by_counters(captured: Captured) -> None:
 def _is_random(node: fx.Node) -> bool:
     if base_name(node.target) == "scaled_dot_product_attention":
         return len(node.args) > 4 and bool(node.args[4])
-    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+    return is_random(node)
 
 
 def _is_known(node: fx.Node) -> bool:

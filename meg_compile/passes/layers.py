@@ -13,11 +13,10 @@ import re
 from dataclasses import dataclass
 
 import networkx as nx
-import torch
 from torch import fx
 
 from meg_compile.graph.cost import cost
-from meg_compile.graph.nodes import locate
+from meg_compile.graph.nodes import is_random, locate
 
 
 @dataclass
@@ -122,8 +121,7 @@ def find_activations(graph: fx.Graph) -> list[fx.Node]:
     for node in graph.nodes:
         if node.op == "call_function":
             differentiable = node.meta.get("grad") and not node.meta.get("constant")
-            random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-            if differentiable or random or any(n in found for n in node.all_input_nodes):
+            if differentiable or is_random(node) or any(n in found for n in node.all_input_nodes):
                 found[node] = None
     return list(found)
 

@@ -13,7 +13,7 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from meg_compile.graph.capture import Captured
-from meg_compile.graph.nodes import attention_mask, base_name
+from meg_compile.graph.nodes import attention_mask, base_name, is_random, upstream
 
 ValueOf = Callable[[torch.Tensor], torch.Tensor]
 
@@ -52,18 +52,10 @@ def _kind(captured: Captured, mask: fx.Node, value_of: ValueOf) -> str:
 
 def _value(captured: Captured, node: fx.Node, value_of: ValueOf) -> torch.Tensor | None:
     """What a node gives, where it depends on buffers and literals alone."""
-    needed: dict[fx.Node, None] = {}
-    stack = [node]
-    while stack:
-        one = stack.pop()
-        if one in needed:
-            continue
-        if one.op == "placeholder" or (one.op == "get_attr" and one.target not in captured.buffers):
-            return None
-        if torch.Tag.nondeterministic_seeded in getattr(one.target, "tags", ()):
-            return None
-        needed[one] = None
-        stack.extend(one.all_input_nodes)
+    needed = upstream([node])
+    read = (n for n in needed if n.op == "placeholder" or (n.op == "get_attr" and n.target not in captured.buffers))
+    if any(read) or any(map(is_random, needed)):
+        return None
     values: dict[fx.Node, torch.Tensor] = {}
     with torch.no_grad():
         for one in captured.graph.nodes:

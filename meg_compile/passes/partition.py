@@ -20,7 +20,7 @@ import torch
 from torch import fx
 
 from meg_compile.errors import Fault, Refused
-from meg_compile.graph.nodes import BOUND
+from meg_compile.graph.nodes import BOUND, upstream
 from meg_compile.passes.in_place import not_across
 from meg_compile.passes.layers import Layer, find_layers, find_towers, starts_anew, take_ends
 from meg_compile.plan import Plan
@@ -177,13 +177,7 @@ def _stage(graph: fx.Graph, groups: list[list[Layer]], index: int) -> Stage:
     output = next(n for n in reversed(graph.nodes) if n.op == "output")
     wanted = list(output.all_input_nodes) if last else sent
 
-    needed, stack = set(), list(wanted)
-    while stack:
-        node = stack.pop()
-        if node not in needed and node not in received:
-            needed.add(node)
-            stack.extend(node.all_input_nodes)
-
+    needed = upstream(wanted, received)
     new, env = fx.Graph(), {}
     for i, node in enumerate(received):
         env[node] = new.placeholder(f"received_{i}")

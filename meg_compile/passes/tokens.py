@@ -16,7 +16,7 @@ from torch import fx
 
 from meg_compile.errors import MegError
 from meg_compile.graph.capture import Captured
-from meg_compile.graph.nodes import base_name, operand
+from meg_compile.graph.nodes import base_name, is_random, operand, upstream
 from meg_compile.passes.rows import Part, Verdict, unclamped
 
 aten = torch.ops.aten
@@ -199,14 +199,9 @@ def _counter(captured: Captured, mean: fx.Node) -> fx.GraphModule | None:
     """What a mean divides by, from the batch's fields alone; None where it needs more."""
     is_loss = base_name(mean.target) in _LOSSES
     divisor = operand(mean, 1) if is_loss else unclamped(operand(mean, 1))
-    needed, stack = set(), [divisor]
-    while stack:
-        node = stack.pop()
-        if node not in needed:
-            needed.add(node)
-            stack.extend(node.all_input_nodes)
+    needed = upstream([divisor])
     constants = {str(n.target): captured.tensors[str(n.target)] for n in needed if n.op == "get_attr"}
-    if any(t.is_meta or t.requires_grad for t in constants.values()) or any(map(_is_random, needed)):
+    if any(t.is_meta or t.requires_grad for t in constants.values()) or any(map(is_random, needed)):
         return None
     new, env = fx.Graph(), {}
     for node in captured.graph.nodes:
@@ -218,7 +213,3 @@ def _counter(captured: Captured, mean: fx.Node) -> fx.GraphModule | None:
         count = new.call_function(torch.sum, (new.call_function(operator.ne, (count, ignore)),))
     new.output(count)
     return fx.GraphModule(constants, new)
-
-
-def _is_random(node: fx.Node) -> bool:
-    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())

@@ -26,7 +26,7 @@ def broadcast(*shapes: Dims) -> Dims:
     clamp clamp_min clamp_max minimum maximum max.other min.other where masked_fill nan_to_num isnan isinf
     eq ne lt le gt ge logical_and logical_or logical_not bitwise_and bitwise_or bitwise_not __and__ __or__
     addcmul addcdiv lerp to _to_copy float half double contiguous clone detach alias lift_fresh lift_fresh_copy
-    dropout""".split()
+    dropout polar complex real imag angle conj _conj conj_physical resolve_conj""".split()
 )
 def elementwise(op: Op, *args: Any, **kwargs: Any) -> Dims:
     return broadcast(*each(args, kwargs))

@@ -60,3 +60,14 @@ def permute(op: Op, x: Dims, *dims: Any) -> Dims:
         i, j = dims or (-2, -1)
         order[i], order[j] = order[j], order[i]
     return Dims(x[i] for i in order)
+
+
+@rule("view_as_complex")
+def view_as_complex(op: Op, x: Dims) -> Dims:
+    op.whole(x[-1], "makes complex numbers of it")
+    return Dims(x[:-1])
+
+
+@rule("view_as_real")
+def view_as_real(op: Op, x: Dims) -> Dims:
+    return Dims((*x, op.new_whole(2, "makes it of complex numbers")))

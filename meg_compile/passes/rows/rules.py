@@ -21,6 +21,7 @@ def total(call: Call, kind: str) -> Total:
 @rule(*"feature_dropout alpha_dropout __and__ __or__ __xor__ where masked_fill prelu log_sigmoid hardswish".split())
 @rule(*"floor_divide rsub polar complex zeros_like ones_like full_like empty_like rand_like randn_like".split())
 @rule(*"bernoulli fill expand_as add mul sub div true_divide isinf isfinite".split())
+@rule(*"real imag angle conj _conj conj_physical resolve_conj".split())
 def entry_by_entry(call: Call) -> State:
     return pointwise(call, call.node.all_input_nodes, len(call.shape))
 

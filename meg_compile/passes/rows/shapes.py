@@ -39,6 +39,14 @@ def _list(dim: Any) -> list[int]:
     return [dim] if isinstance(dim, int) else list(dim)
 
 
+@rule("view_as_complex", "view_as_real")
+def complex_numbers(call: Call) -> State:
+    rows, shape = call.rows()
+    if call.name == "view_as_complex" and any(piece.dim == len(shape) - 1 for piece in rows.pieces):
+        raise Unclear("it makes one number of two rows")
+    return rows
+
+
 @rule(*PERMUTES)
 def permute(call: Call) -> State:
     rows, shape = call.rows()

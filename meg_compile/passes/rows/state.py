@@ -88,7 +88,10 @@ def is_alike(const: Const, dim: int, shape: Sequence[int]) -> bool:
 
 
 def reshaped(pieces: tuple[Piece, ...], before: Sequence[int], after: Sequence[int]) -> tuple[Piece, ...] | None:
-    """The pieces of a value seen in another shape; None where rows do not end where its new dims do."""
+    """The pieces of a value seen in another shape; None where rows do not end where its new dims do, or in an empty
+    one."""
+    if prod(before) == 0:
+        return None
     found: list[Piece] = []
     for piece in pieces:
         step = piece.inner * prod(before[piece.dim + 1 :])

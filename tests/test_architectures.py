@@ -1,0 +1,62 @@
+"""Random transformers under random plans: the numbers are those of the plain model, or the plan is refused.
+
+ARCHITECTURES=2000 in the environment tries that many, other ones each time.
+"""
+
+import os
+from collections import Counter
+
+import compare
+import pytest
+import torch
+from architectures import ROWS, TOKENS, Architecture, compilations
+from compare import Batch, Case
+from hypothesis import HealthCheck, Phase, given, note, settings
+
+from meg_compile.errors import Refused
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*treespec.*:FutureWarning")  # torch's, where a graph is functionalised
+
+EXAMPLES = int(os.environ.get("ARCHITECTURES", 0))
+
+
+def batch(a: Architecture, step: int) -> Batch:
+    generator = torch.Generator().manual_seed(step)
+    ids = torch.randint(0, a.vocab, (ROWS, TOKENS + 1), generator=generator)
+    return {"input_ids": ids[:, :-1].contiguous(), "labels": ids[:, 1:].contiguous()}
+
+
+def check(a: Architecture, plan, micro: int) -> str:
+    """What became of it: "same", or the key that it was refused for."""
+    case = Case(a.build, lambda step: batch(a, step), (), lambda model, rows: model(**rows), None, lr=1e-3)
+    try:
+        program = compare.compile_case(case, plan, micro)
+    except Refused as error:
+        return f"{error.faults[0].key}: {error.faults[0].problem}"
+    run, held = compare.train(case, program)
+    compare.assert_same(run, compare.plain.__wrapped__(case))
+    compare.assert_copies_agree(program, held)
+    return "same"
+
+
+def test_random_architectures():
+    found = Counter()
+
+    @settings(
+        max_examples=EXAMPLES or 200,
+        derandomize=not EXAMPLES,
+        database=None,
+        deadline=None,
+        phases=[Phase.generate, Phase.shrink] if EXAMPLES else [Phase.generate],
+        suppress_health_check=list(HealthCheck),
+        print_blob=False,
+    )
+    @given(compilations())
+    def one(made):
+        what = check(*made)
+        note(what)
+        found[what] += 1
+
+    one()
+    print(dict(found))
+    assert found["same"] > 0.7 * found.total(), f"hardly anything is compiled: {found}"
