@@ -38,7 +38,7 @@ START, END = "<!-- zoo -->", "<!-- /zoo -->"
 README = Path(__file__).resolve().parents[1] / "README.md"
 
 
-def compile_entry(entry: Family | Style, plan: Plan, rows: int = 1, dtype: torch.dtype | None = None) -> Program:
+def compile_entry(entry: Family | Style, plan: Plan, rows: int = 1, dtype: torch.dtype = torch.float64) -> Program:
     inputs = {name: values[:rows] for name, values in entry.batch(0).items()}
     return compile(entry.build, inputs, plan, entry.loss, dtype)
 
