@@ -51,36 +51,41 @@ class Rows:
         return self.rows[i]
 
 
-def compare(entry: Entry, plan: Plan, micro_batch_size: int = 1) -> Report:
-    """Two steps of SGD under a plan and plainly: loss, norm, every gradient and every weight."""
+class Trial:
+    """A model compiled for a plan, to be compared with the plain one. MegError where it cannot be."""
 
-    def factory() -> nn.Module:
-        model = entry.build()
+    def __init__(self, entry: Entry, plan: Plan, micro_batch_size: int = 1):
+        self.entry, self.plan, self.config = entry, plan, _config(micro_batch_size)
+        self.rows = Rows(entry)
+        inputs = {name: values[:micro_batch_size] for name, values in entry.batch(0).items()}
+        torch.manual_seed(SEED)
+        self.program = compile(self.factory, inputs, plan, entry.loss, torch.float64)
+
+    def factory(self) -> nn.Module:
+        model = self.entry.build()
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(torch.randn_like(parameter) * NOISE)
         return widened(model)
 
-    config, dataset = _config(micro_batch_size), Rows(entry)
-    torch.manual_seed(SEED)
-    inputs = {name: values[:micro_batch_size] for name, values in entry.batch(0).items()}
-    program = compile(factory, inputs, plan, entry.loss, torch.float64)
+    def run(self) -> Report:
+        """Two steps of SGD under the plan and plainly: loss, norm, every gradient and every weight."""
+        with patch("meg_compile.train.batches.seeded_reads", lambda: nullcontext(lambda *_: None)):
+            return run_threads(self.plan.mesh.size, self._rank)[0]
 
-    def rank_main(_: int) -> Report:
-        groups = init_groups(plan.mesh, "cpu")
-        executor = Executor(program, groups, torch.device("cpu"))
+    def _rank(self, _: int) -> Report:
+        groups = init_groups(self.plan.mesh, "cpu")
+        executor = Executor(self.program, groups, torch.device("cpu"))
         dist.barrier()  # the threads share torch's generator, which each seeds to load its weights
         executor.load()
         dist.barrier()
-        return verify(config, program, executor, groups, factory, entry.loss, dataset, steps=STEPS)
-
-    with patch("meg_compile.train.batches.seeded_reads", lambda: nullcontext(lambda *_: None)):
-        return run_threads(plan.mesh.size, rank_main)[0]
+        given = self.factory, self.entry.loss, self.rows
+        return verify(self.config, self.program, executor, groups, *given, steps=STEPS)
 
 
-def largest_error(entry: Entry, plan: Plan, micro_batch_size: int = 1) -> float:
-    """Of anything that is compared, relative to the largest entry of its tensor."""
-    return max(difference.error for difference in compare(entry, plan, micro_batch_size).differences)
+def largest_error(report: Report) -> float:
+    """Of anything that was compared, relative to the largest entry of its tensor."""
+    return max(difference.error for difference in report.differences)
 
 
 def _config(micro_batch_size: int) -> Any:

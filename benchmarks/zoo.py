@@ -14,13 +14,13 @@ import argparse
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from math import prod
 from pathlib import Path
 
 import torch
 
-from benchmarks.against_plain import largest_error
+from benchmarks.against_plain import Trial, largest_error
 from benchmarks.families import FAMILIES, FULL_SIZE, Family
 from benchmarks.styles import STYLES, Style
 from meg_compile.axes.atoms import size_of
@@ -34,13 +34,9 @@ from meg_compile.program import Program
 ZOO: dict[str, Family | Style] = {**FAMILIES, **STYLES}
 PLANS = (Plan(tp=2), Plan(tp=4), Plan(pp=2), Plan(tp=2, pp=2))
 FULL_PLAN = Plan(tp=8, pp=2)
+CLEAR = "\r\033[K" if sys.stderr.isatty() and sys.stdout.isatty() else ""
 START, END = "<!-- zoo -->", "<!-- /zoo -->"
 README = Path(__file__).resolve().parents[1] / "README.md"
-
-
-def compile_entry(entry: Family | Style, plan: Plan, rows: int = 1, dtype: torch.dtype = torch.float64) -> Program:
-    inputs = {name: values[:rows] for name, values in entry.batch(0).items()}
-    return compile(entry.build, inputs, plan, entry.loss, dtype)
 
 
 def num_pairs(program: Program) -> int:
@@ -59,29 +55,30 @@ def parallel_share(program: Program) -> float:
 
 
 def small_row(name: str, entry: Family | Style, say: Callable[[str], None]) -> str:
-    cells = [name]
-    for i, plan in enumerate(PLANS):
+    about, errors = [], []
+    for plan in PLANS:
         say(f"{name}: {plan}")
-        started = time.perf_counter()
+        started = time.process_time()
         try:
-            program = compile_entry(entry, plan)
+            trial = Trial(entry, plan)
         except MegError as error:
             return f"| {name} | {_reason(error)}" + " |" * (4 + len(PLANS))
-        if i == 0:
-            seconds, linears = time.perf_counter() - started, find_linears(program)
-            cells += [str(len(linears)), str(num_pairs(program)), f"{parallel_share(program):.0%}", f"{seconds:.1f} s"]
-        cells.append(f"{largest_error(entry, plan):.0e}")
-    return "| " + " | ".join(cells) + " |"
+        if not about:
+            program, seconds = trial.program, time.process_time() - started
+            sizes = len(find_linears(program)), num_pairs(program)
+            about = [*map(str, sizes), f"{parallel_share(program):.0%}", f"{seconds:.1f} s"]
+        errors.append(f"{largest_error(trial.run()):.0e}")
+    return "| " + " | ".join([name, *about, *errors]) + " |"
 
 
 def full_row(name: str, family: Family, say: Callable[[str], None]) -> str:
     say(f"{name}: {FULL_PLAN}")
-    started = time.perf_counter()
+    started = time.process_time()
     try:
-        program = compile_entry(family, FULL_PLAN, dtype=torch.bfloat16)
+        program = compile(family.build, family.batch(0), FULL_PLAN, None, torch.bfloat16)
     except MegError as error:
         return f"| {name} | {_reason(error)} | | | | |"
-    seconds, params = time.perf_counter() - started, program.params.values()
+    seconds, params = time.process_time() - started, program.params.values()
     sizes = [human_count(sum(p.numel for p in params)), human_count(max(_held(program, s) for s in range(2)))]
     return f"| {name} | {' | '.join(sizes)} | {num_pairs(program)} | {parallel_share(program):.1%} | {seconds:.0f} s |"
 
@@ -95,15 +92,19 @@ def _reason(error: MegError) -> str:
     return "refused: " + said.replace("|", "/")
 
 
-def small_table(names: list[str], say: Callable[[str], None]) -> list[str]:
+def small_table(names: list[str], say: Callable[[str], None]) -> Iterator[str]:
     head = ["model", "Linears", "pairs", "FLOPs in parallel", "compile", *map(str, PLANS)]
-    lines = ["| " + " | ".join(head) + " |", "|---|" + "---:|" * (len(head) - 1)]
-    return lines + [small_row(name, ZOO[name], say) for name in names]
+    yield "| " + " | ".join(head) + " |"
+    yield "|---|" + "---:|" * (len(head) - 1)
+    for name in names:
+        yield small_row(name, ZOO[name], say)
 
 
-def full_table(names: list[str], say: Callable[[str], None]) -> list[str]:
-    head = f"| {FULL_PLAN} | parameters | of a rank | pairs | FLOPs in parallel | compile |"
-    return [head, "|---|---:|---:|---:|---:|---:|", *(full_row(name, FULL_SIZE[name], say) for name in names)]
+def full_table(names: list[str], say: Callable[[str], None]) -> Iterator[str]:
+    yield f"| {FULL_PLAN} | parameters | of a rank | pairs | FLOPs in parallel | compile |"
+    yield "|---|" + "---:|" * 5
+    for name in names:
+        yield full_row(name, FULL_SIZE[name], say)
 
 
 def write_between(text: str, block: str) -> str:
@@ -124,12 +125,20 @@ def main(argv: list[str] | None = None) -> None:
     torch.set_num_threads(1)
     wanted = args.only or [*ZOO, *FULL_SIZE]
     say = _progress(sum(len(PLANS) if name in ZOO else 1 for name in wanted))
-    tables = [small_table([n for n in wanted if n in ZOO], say), full_table([n for n in wanted if n in FULL_SIZE], say)]
-    block = "\n\n".join("\n".join(table) for table in tables if len(table) > 2)
-    print(file=sys.stderr)
-    print(block)
+    tables = small_table([n for n in wanted if n in ZOO], say), full_table([n for n in wanted if n in FULL_SIZE], say)
+    block = "\n\n".join("\n".join(_printed(table)) for table in tables)
     if args.readme:
         README.write_text(write_between(README.read_text(encoding="utf-8"), block), encoding="utf-8")
+
+
+def _printed(table: Iterator[str]) -> list[str]:
+    """The lines of a table, printed as soon as they are there; none where it has no rows."""
+    lines = []
+    for line in table:
+        lines.append(line)
+        print(f"{CLEAR}{line}", flush=True)
+    print()
+    return lines if len(lines) > 2 else []
 
 
 def _progress(total: int) -> Callable[[str], None]:
@@ -139,7 +148,7 @@ def _progress(total: int) -> Callable[[str], None]:
     def say(what: str) -> None:
         nonlocal done
         done += 1
-        print(f"\r\033[K{done}/{total} {what}", end="", file=sys.stderr, flush=True)
+        print(f"{CLEAR}{done}/{total} {what}", end="" if CLEAR else "\n", file=sys.stderr, flush=True)
 
     return say
 

@@ -58,9 +58,10 @@ def constant(call: Call, num_rows: int) -> Any:
 
 def _looked_up(call: Call, table: fx.Node, index: fx.Node) -> Const:
     """table[index]: alike where the index is."""
+    state, before = _const(call, table)
     lead = len(call.shape_of(index))
     alike = [d for d in range(lead) if call.is_alike(index, d)]
-    return Const(frozenset(alike + [d for d in range(lead, len(call.shape)) if call.is_alike(table, d - lead + 1)]))
+    return Const(frozenset(alike + [d for d in range(lead, len(call.shape)) if is_alike(state, d - lead + 1, before)]))
 
 
 def _const(call: Call, node: fx.Node) -> tuple[Const, list[int]]:
