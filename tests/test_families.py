@@ -1,16 +1,13 @@
-"""Models of Hugging Face transformers, unmodified: all their pairs are found, and they train as the plain model does."""
-
-from functools import partial
+"""Models of Hugging Face transformers, as they are: all pairs are found, and they train as the plain model does."""
 
 import models
 import pytest
 import torch
-from compare import Case, check
 from training import config, on_ranks
 
 from benchmarks.against_plain import Trial
-from benchmarks.families import FAMILIES, tokens
-from benchmarks.zoo import FULL_PLAN, full_row, num_pairs, parallel_share, small_row, write_between
+from benchmarks.families import FAMILIES
+from benchmarks.zoo import FULL_PLAN, full_row, num_pairs, small_row, write_between
 from meg_compile.compiler import compile
 from meg_compile.errors import CaptureError
 from meg_compile.explain.linears import find_linears
@@ -107,6 +104,8 @@ def test_a_full_size_model_compiles_without_storage():
 
 
 def test_the_table_goes_between_its_markers():
-    assert write_between("a\n<!-- zoo -->\nold\n<!-- /zoo -->\nb", "new") == "a\n<!-- zoo -->\n\nnew\n\n<!-- /zoo -->\nb"
+    assert (
+        write_between("a\n<!-- zoo -->\nold\n<!-- /zoo -->\nb", "new") == "a\n<!-- zoo -->\n\nnew\n\n<!-- /zoo -->\nb"
+    )
     with pytest.raises(ValueError, match="zoo"):
         write_between("a\n<!-- zoo -->\nb", "new")
