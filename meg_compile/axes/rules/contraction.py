@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from meg_compile.axes.atoms import Dim, Dims, atoms, fresh, mark_produced, name, size_of, unify
+from meg_compile.axes.atoms import Dim, Dims, atoms, fresh, leaves, mark_produced, name, size_of, unify
 from meg_compile.axes.op import Op, rule
 from meg_compile.axes.rules.elementwise import broadcast
 
@@ -127,7 +127,8 @@ def attention(
     op.space = Dims((*batch, q[-2], k[-2], q[-1]))
     op.work = 4
     if len(q) > 2:
-        name(q[-3], "heads")
+        heads = leaves(q[-3])
+        name(heads[:1], "heads" if len(heads) == 1 else "kv_heads")  # queries that share keys are minor to them
     name(q[-1], "head_dim")
     if not any("head_dim" in atom.names for atom in atoms(v[-1])):
         name(v[-1], "v_head_dim")
