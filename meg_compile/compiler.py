@@ -55,7 +55,11 @@ def compile(
 
     captured = capture(module, inputs, loss, source.value, training)
     fold_masks(captured, source.value)
-    verdict = judge(captured, lambda times: capture(module, _repeated(inputs, times), loss, source.value, training))
+
+    def again(times: int) -> Captured:
+        return capture(module, _repeated(inputs, times), loss, source.value, training)
+
+    verdict = judge(captured, again, source.value)
     units, limits = sum_over_tokens(captured, verdict), find_limits(captured.graph)
     if dropout == "exact":
         draw_by_counters(captured)

@@ -16,6 +16,7 @@ from meg_compile.config.targets import locate
 from meg_compile.eject import eject_faults
 from meg_compile.errors import Fault, Refused
 from meg_compile.passes.dropout import find_noise
+from meg_compile.passes.labels import shifts_labels
 from meg_compile.program import Program
 from meg_compile.runtime.world import World
 from meg_compile.train.batches import DTYPES, batches_of
@@ -47,6 +48,7 @@ def prepare(
         dataset = None if config.task in ALONE else build_dataset(config)
         program = compile_program(config, dataset)
         faults += coupling_faults(config, program) + _vocabulary_faults(config, program, dataset)
+        faults += label_faults(config, program, dataset)
         faults += _block_faults(config, program) + _noise_faults(config, program)
         faults += eject_faults(program) if config.task == "eject" else []
     except Refused as error:
@@ -118,6 +120,25 @@ def _vocabulary_faults(config: Config, program: Program, dataset: Any) -> list[F
             fix = f"give the model {largest + 1} rows, or use other data"
             faults.append(Fault("data._target_", config.data.target, problem, fix))
     return faults
+
+
+def label_faults(config: Config, program: Program, dataset: Any) -> list[Fault]:
+    """Labels that are the next tokens already, as far as the first rows show, for a model that shifts them again."""
+    if dataset is None or not shifts_labels(program.captured.graph):
+        return []
+    inputs = _inputs(config, dataset)
+    ids, labels = inputs.get("input_ids"), inputs["labels"]
+    if ids is None or ids.shape != labels.shape or bool((ids == labels)[labels >= 0].all()):
+        return []
+    next_ids, counted = ids[:, 1:], labels[:, :-1] >= 0
+    if not bool((next_ids == labels[:, :-1])[counted].all()):
+        return []
+    problem = "its labels are the next tokens already, and the model shifts them once more"
+    fix = (
+        "give labels that are the tokens themselves, or take the model's logits alone: "
+        f"model._target_=meg_compile.models.without_labels.without_labels +model.model._target_={config.model.target}"
+    )
+    return [Fault("data._target_", config.data.target, problem, fix)]
 
 
 def _block_faults(config: Config, program: Program) -> list[Fault]:

@@ -442,6 +442,12 @@ def test_values_of_unregistered_tensors():
     assert torch.equal(torch.get_rng_state(), state)
 
 
+def test_the_value_of_a_buffer_that_was_cast():
+    module, tape = record(lambda: Small(lambda self: self.register_buffer("mask", torch.eye(3))))
+    module.double()
+    assert torch.equal(tape.value(module.mask), torch.eye(3, dtype=torch.float64))
+
+
 def test_a_ready_module_is_cut_as_it_is():
     module = models.TinyGPT()
     source = from_module(module)

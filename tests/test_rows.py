@@ -52,6 +52,20 @@ def paired(z, y, keep):
     return -(F.linear(n, n).diagonal() - torch.logsumexp(n @ n.mT, -1)).mean()
 
 
+def by_expert(z, y, keep, back=True, of_all=False, group=2):
+    """Entries sorted by an expert of their own, scaled by what belongs to each, and put back."""
+    scales = torch.linspace(1, 2, 4, dtype=z.dtype)
+    keys, order = torch.sort(((z > 0).long().sum(-1, keepdim=True) % 4).expand(-1, group).reshape(-1))
+    out = z[order // 2].tanh() * scales[keys][:, None]
+    if of_all:
+        out = out.cumsum(0)
+    if back:
+        undo = torch.empty_like(order)
+        undo[order] = torch.arange(len(order))
+        out = out[undo]
+    return (out.view(len(z), group, -1).sum(1) * y[:, None]).square().mean()
+
+
 COUPLED = {
     "contrastive": (contrastive, "mm|matmul|linear"),
     "paired": (paired, "linear|matmul"),
@@ -63,6 +77,9 @@ COUPLED = {
     "root": (lambda z, y, keep: z.square().mean().sqrt(), "sqrt"),
     "softmax": (lambda z, y, keep: (z.softmax(0) * y[:, None]).mean(), "softmax"),
     "sorted": (lambda z, y, keep: (z.sum(-1).sort().values * y).mean(), "sort"),
+    "not put back": (partial(by_expert, back=False), "reshape"),
+    "sorted scan": (partial(by_expert, of_all=True), "cumsum"),
+    "other rows' order": (partial(by_expert, group=1), "index"),
     "scan": (lambda z, y, keep: z.cumsum(0).square().mean(), "cumsum"),
     "pairs": (lambda z, y, keep: (z[:, None] - z[None]).square().mean(), "sub"),
     "distances": (lambda z, y, keep: torch.cdist(z, z).mean(), "cdist"),
@@ -107,7 +124,36 @@ def one_row_only(z, y, keep):
     return z[torch.arange(len(z)), at].square().mean()
 
 
+class Placed(nn.Module):
+    """Positions and token types that are the same for every row, made as tensors of a row each."""
+
+    def __init__(self):
+        super().__init__()
+        self.token, self.place = nn.Embedding(16, WIDTH), nn.Embedding(SEQ + 2, WIDTH)
+        self.register_buffer("kinds", torch.zeros(1, 2 * SEQ, dtype=torch.int64), persistent=False)
+        self.kind, self.head = nn.Embedding(2, WIDTH), nn.Linear(WIDTH, 16)
+
+    def forward(self, input_ids):
+        rows, length = input_ids.shape
+        places = torch.ones(rows, length, dtype=torch.int64).cumsum(1) + 1
+        kinds = self.kinds.expand(rows, -1).gather(1, torch.arange(length)[None].expand(rows, -1))
+        before = input_ids.new_zeros(input_ids.shape)
+        before[:, 1:] = input_ids[:, :-1].clone()
+        before[:, 0] = 1
+        return self.head(self.token(before) + self.place(places) + self.kind(kinds) + self.place.weight[places - 2])
+
+
+def test_what_is_the_same_for_every_row_brings_none_together():
+    def rows(step):
+        ids = torch.randint(16, (ROWS, SEQ), generator=torch.Generator().manual_seed(step))
+        return {"input_ids": ids, "labels": ids.flip(0)}
+
+    program = check(Case(Placed, rows, ()), Plan(pp=1), 2)
+    assert program.units.tokens and not program.units.unclear
+
+
 APART = {
+    "sorted and put back": by_expert,
     "mean": lambda z, y, keep: (z.sum(-1) - y).square().mean(),
     "sum": lambda z, y, keep: 0.5 * (z.sum(-1) - y).square().sum(),
     "sum over rows": lambda z, y, keep: (z.sum(-1) - y).square().sum() / len(z),
@@ -161,7 +207,7 @@ def test_random_programs_that_are_cut_do_add_up():
 
 
 def test_an_empty_value_is_unclear_and_no_error():
-    nothing = case(lambda z, y, keep: torch.cat([z, z[:, WIDTH:].flatten().view(len(z), 0)], 1).square().mean())
+    nothing = case(lambda z, y, keep: (z.sum(1) + z[:, WIDTH:].flatten().view(len(z), 0).sum(1)).square().mean())
     assert "reshapes across" in compile_case(nothing, Plan(), 2).units.unclear
 
 

@@ -17,6 +17,7 @@ from zoo_layers import (
     HIDDEN,
     TOKENS,
     Alibi,
+    Cached,
     Chain,
     ComplexRotary,
     Dropless,
@@ -193,6 +194,7 @@ ZOO: dict[str, Case] = {
     },
     # attention
     "separate": case(lm(), *ALL),
+    "cached": case(lm(Cached), *ALL),
     "interleaved_kv": case(lm(partial(Interleaved, heads=8, kv=4)), *ALL),
     "expanded_kv": case(lm(partial(Expanded, heads=8, kv=4)), *ALL),
     "grouped_kv": case(lm(partial(Grouped, heads=8, kv=4)), *ALL),

@@ -39,6 +39,18 @@ class Heads(nn.Module):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
+class Cached(Heads):
+    """Keys and values join a cache that is empty yet, a tensor of one dim; the mask is a buffer of numbers."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.register_buffer("mask", torch.full((TOKENS, TOKENS), float("-inf")).triu(1), persistent=False)
+
+    def attend(self, q, k, v):
+        k, v = (torch.cat([torch.tensor([], dtype=y.dtype, device=y.device), y], dim=-2) for y in (k, v))
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask[: k.size(2), : k.size(2)])
+
+
 class Interleaved(Heads):
     def attend(self, q, k, v):
         k, v = (y.repeat_interleave(self.heads // self.kv, dim=1) for y in (k, v))

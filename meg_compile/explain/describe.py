@@ -17,6 +17,7 @@ from meg_compile.explain.timeline import figures, timeline
 from meg_compile.explain.traffic import Collective, collectives
 from meg_compile.explain.unruled import find_unruled
 from meg_compile.graph.nodes import locate, starred
+from meg_compile.passes.labels import shifts_labels
 from meg_compile.passes.partition import Stage
 
 if TYPE_CHECKING:
@@ -113,7 +114,8 @@ def _loss(program: Program) -> str:
     if units.unclear:
         return f"taken as a mean over rows, which is not known for sure ({units.unclear})"
     if units.tokens:
-        return "mean over all counted labels of the global batch"
+        shifts = ", which the model shifts itself" if shifts_labels(program.captured.graph) else ""
+        return f"mean over all counted labels of the global batch{shifts}"
     return "sum over all rows of the global batch" if units.summed else "mean over all rows of the global batch"
 
 

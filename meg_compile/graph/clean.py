@@ -17,7 +17,7 @@ _ASSERTS = {
 
 
 def clean(graph: fx.Graph) -> None:
-    """Remove shape assertions, dropout that drops nothing, and values that nobody reads.
+    """Remove shape assertions, dropout that drops nothing, what joins nothing, and values that nobody reads.
 
     A view becomes a reshape: whether one suffices depends on strides, which other kernels leave otherwise.
     """
@@ -32,7 +32,19 @@ def clean(graph: fx.Graph) -> None:
         elif name == "dropout" and (node.args[1] == 0 or not node.args[2]):
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
+        elif name == "cat":
+            _without_empty(node)
     graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
+
+
+def _without_empty(cat: fx.Node) -> None:
+    """A cache of keys and values starts as a tensor without entries, of one dim, that the first ones are joined to."""
+    joined = [n for n in cat.args[0] if n.meta["val"].numel()]  # type: ignore[union-attr]
+    if not joined or any(n.meta["val"].dtype != cat.meta["val"].dtype for n in joined):
+        return
+    cat.args = (joined, *cat.args[1:])
+    if len(joined) == 1:
+        cat.replace_all_uses_with(joined[0])
 
 
 def retarget(graph: fx.Graph, device: torch.device) -> None:

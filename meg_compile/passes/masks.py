@@ -6,16 +6,12 @@ FlashAttention take none, and a mask of all positions cannot be cut where the se
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import fx
-from torch.fx.node import map_arg
 
 from meg_compile.graph.capture import Captured
-from meg_compile.graph.nodes import attention_mask, base_name, is_random, upstream
-
-ValueOf = Callable[[torch.Tensor], torch.Tensor]
+from meg_compile.graph.nodes import attention_mask, base_name
+from meg_compile.passes.values import ValueOf, find_value
 
 
 def fold_masks(captured: Captured, value_of: ValueOf) -> None:
@@ -37,7 +33,7 @@ def fold_masks(captured: Captured, value_of: ValueOf) -> None:
 
 def _kind(captured: Captured, mask: fx.Node, value_of: ValueOf) -> str:
     """ "causal", "open" or "other"."""
-    value = _value(captured, mask, value_of)
+    value = find_value(captured, mask, value_of)
     if value is None or value.dim() < 2:
         return "other"
     seen = value if value.dtype == torch.bool else value > torch.finfo(value.dtype).min
@@ -48,26 +44,3 @@ def _kind(captured: Captured, mask: fx.Node, value_of: ValueOf) -> str:
     rows, columns = seen.shape[-2:]
     causal = torch.ones(rows, columns, dtype=torch.bool).tril()
     return "causal" if rows == columns and torch.equal(seen, causal.expand(seen.shape)) else "other"
-
-
-def _value(captured: Captured, node: fx.Node, value_of: ValueOf) -> torch.Tensor | None:
-    """What a node gives, where it depends on buffers and literals alone."""
-    needed = upstream([node])
-    read = (n for n in needed if n.op == "placeholder" or (n.op == "get_attr" and n.target not in captured.buffers))
-    if any(read) or any(map(is_random, needed)):
-        return None
-    values: dict[fx.Node, torch.Tensor] = {}
-    with torch.no_grad():
-        for one in captured.graph.nodes:
-            if one not in needed:
-                continue
-            if one.op == "get_attr":
-                values[one] = value_of(captured.tensors[str(one.target)]).cpu()
-                if values[one].is_meta:
-                    return None
-                continue
-            args, kwargs = map_arg((one.args, one.kwargs), values.__getitem__)
-            if "device" in kwargs:
-                kwargs = {**kwargs, "device": torch.device("cpu")}
-            values[one] = one.target(*args, **kwargs)  # type: ignore[operator]
-    return values[node]

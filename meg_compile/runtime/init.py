@@ -40,7 +40,7 @@ class Tape:
     whole: str | None = None
 
     def __init__(self, recorder: Recorder, module: nn.Module, rebuild: Rebuild):
-        self._recorder, self._rebuild = recorder, rebuild
+        self._recorder, self._rebuild, self._module = recorder, rebuild, module
         self._refs = {name: recorder.ref(tensor) for name, tensor in _named(module)}
 
     def replay(self, wanted: Wanted, seed: int | None = None) -> Iterator[tuple[str, Tensor]]:
@@ -84,8 +84,10 @@ class Tape:
         """
         if not tensor.is_meta:
             return tensor.detach()
+        named = (self._refs[name] for name, held in _named(self._module) if held is tensor)
         with _GENERATOR:
-            return self._recorder.value(tensor)[0]
+            content, _ = self._recorder.content(next(named, None) or self._recorder.ref(tensor))
+            return content.to(tensor.dtype)  # the module may have been cast since
 
 
 class Whole:

@@ -73,9 +73,8 @@ class Recorder(TorchDispatchMode):
             raise CannotRecord("a tensor is not made by torch's operators")
         return Ref(number, tensor.dtype, tuple(tensor.size()), tensor.stride(), int(tensor.storage_offset()))
 
-    def value(self, tensor: Tensor) -> tuple[Tensor, bool]:
-        """The content that a recorded tensor has at this point, and whether it depends on the generator."""
-        ref = self.ref(tensor)
+    def content(self, ref: Ref) -> tuple[Tensor, bool]:
+        """What a recorded tensor holds at this point, and whether it depends on the generator."""
         plan = schedule(self.ops, {ref.storage}, all_draws=False)
         with _disable_current_modes(), torch.random.fork_rng(devices=[]):
             torch.set_rng_state(self.start)
@@ -84,7 +83,7 @@ class Recorder(TorchDispatchMode):
 
     def look(self, tensor: Tensor) -> Tensor:
         """The content of a tensor, for the constructor."""
-        content, draws = self.value(tensor)
+        content, draws = self.content(self.ref(tensor))
         self.drawn |= draws
         return content
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from meg_compile.axes.atoms import Dim, Dims, atoms, fresh, mark_produced, name, size_of, unify
+from meg_compile.axes.atoms import Dim, Dims, atoms, fresh, leaves, mark_produced, name, size_of, unify
 from meg_compile.axes.op import Op, rule
 from meg_compile.axes.rules.elementwise import broadcast
 
@@ -73,6 +73,18 @@ def einsum(op: Op, equation: str, operands: list[Dims], path: Any = None) -> Dim
     return contract(op, equation, *operands)
 
 
+@rule("grouped_mm", "_grouped_mm", "grouped_mm_fallback")
+def grouped(op: Op, x: Dims, weights: Dims, ends: Dims | None = None, bias: Dims | None = None, *_: Any) -> Dims:
+    """Rows of x [S, k] in consecutive groups, each times the matrix of its own expert, of weights [E, k, n]."""
+    op.whole(weights[0], "has a group of rows for each of it")
+    op.whole(x[0], "groups it")
+    if len(x) != 2 or len(weights) != 3 or bias is not None:
+        return op.unknown()
+    matrix = Dims(weights[1:])
+    op.weights += [matrix] * op.is_weight(weights)
+    return contract(op, "sk,kn->sn", x, matrix)
+
+
 @rule("sum", "mean")
 def reduction(op: Op, x: Dims, dim: int | list[int] | None = None, keepdim: bool = False, **kwargs: Any) -> Dims:
     chosen = [dim] if isinstance(dim, int) else dim or range(len(x))
@@ -115,7 +127,8 @@ def attention(
     op.space = Dims((*batch, q[-2], k[-2], q[-1]))
     op.work = 4
     if len(q) > 2:
-        name(q[-3], "heads")
+        heads = leaves(q[-3])
+        name(heads[:1], "heads" if len(heads) == 1 else "kv_heads")  # queries that share keys are minor to them
     name(q[-1], "head_dim")
     if not any("head_dim" in atom.names for atom in atoms(v[-1])):
         name(v[-1], "v_head_dim")

@@ -11,6 +11,8 @@ from torch import fx
 from meg_compile.graph.nodes import base_name
 from meg_compile.passes.rows.state import Const, Couples, Piece, Rows, State, Unclear, is_alike
 
+ValueOf = Callable[[fx.Node], torch.Tensor | None]
+
 Rule = Callable[..., Any]
 """(call) -> the state of the result (a list for several results). Raises `Couples` or `Unclear`."""
 
@@ -32,10 +34,10 @@ def rule_for(name: str) -> Rule | None:
 
 
 class Call:
-    """node: the operator. states: of all values so far."""
+    """node: the operator. states: of all values so far. value_of: a node's value, where it is a constant."""
 
-    def __init__(self, node: fx.Node, states: dict[fx.Node, Any]):
-        self.node, self.states = node, states
+    def __init__(self, node: fx.Node, states: dict[fx.Node, Any], value_of: ValueOf = lambda node: None):
+        self.node, self.states, self.value_of = node, states, value_of
         self.name = base_name(node.target)
         self.val: Any = node.meta.get("val")
         schema = getattr(node.target, "_schema", None)
@@ -61,6 +63,14 @@ class Call:
         if isinstance(found, list):
             raise Unclear("it takes several values at once")
         return found
+
+    def is_alike(self, node: fx.Node, dim: int) -> bool:
+        """Whether all entries of a constant along a dim are the same: by rule, or by its value."""
+        state, shape = self.state(node), self.shape_of(node)
+        if not isinstance(state, Const) or is_alike(state, dim, shape):
+            return isinstance(state, Const)
+        value = self.value_of(node)
+        return value is not None and bool((value == value.narrow(dim, 0, 1)).all())
 
     def rows(self, name: str = "self") -> tuple[Rows, list[int]]:
         """The one operand that may hold rows, and its shape; `Unclear` where another does."""
@@ -90,11 +100,11 @@ def joined(call: Call, operands: list[tuple[fx.Node, list[Any]]], out: list[Any]
         raise Couples(what)
     (place,) = places
     for node, labels in operands:
-        state, shape = call.state(node), call.shape_of(node)
+        state = call.state(node)
         for label, *_ in place:
             if labels.count(label) > 1:
                 raise Couples(what)
-            if isinstance(state, Const) and label in labels and not is_alike(state, labels.index(label), shape):
+            if isinstance(state, Const) and label in labels and not call.is_alike(node, labels.index(label)):
                 raise Couples("it treats a row by its place in the batch")
     gone = [label for label, *_ in place if label not in out]
     if gone and len(gone) < len(place):

@@ -35,6 +35,8 @@ def constant(call: Call, num_rows: int) -> Any:
         return Const(found, (Piece(0, 1, 1, num_rows),) if counts else ())
     if call.name in VIEWS:
         return _view(call, nodes[0], found)
+    if call.name == "embedding" or (call.name == "index" and len(call["indices"]) == 1):
+        return _looked_up(call, *nodes)
     state, before = _const(call, nodes[0]) if nodes else (Const(), shape)
     if call.name in PERMUTES:
         order = order_of(call, len(before))
@@ -46,10 +48,20 @@ def constant(call: Call, num_rows: int) -> Any:
         return Const(alike, tuple(p._replace(dim=p.dim + lead) for p in state.numbers))
     if call.name in COPIES and len(nodes) == 1:
         return state
+    if call.name in ("slice", "narrow"):
+        return Const(frozenset(d for d in range(len(shape)) if is_alike(state, d, before)))
     if torch.Tag.pointwise in getattr(call.node.target, "tags", ()) or call.name in ("where", "masked_fill", "dropout"):
         known = [(*_const(call, n), len(shape) - len(call.shape_of(n))) for n in nodes]
         return Const(frozenset(d for d in range(len(shape)) if all(is_alike(c, d - lead, s) for c, s, lead in known)))
     return Const(found)
+
+
+def _looked_up(call: Call, table: fx.Node, index: fx.Node) -> Const:
+    """table[index]: alike where the index is."""
+    state, before = _const(call, table)
+    lead = len(call.shape_of(index))
+    alike = [d for d in range(lead) if call.is_alike(index, d)]
+    return Const(frozenset(alike + [d for d in range(lead, len(call.shape)) if is_alike(state, d - lead + 1, before)]))
 
 
 def _const(call: Call, node: fx.Node) -> tuple[Const, list[int]]:

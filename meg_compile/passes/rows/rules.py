@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from meg_compile.passes.rows.call import Call, joined, pointwise, right_aligned, rule, tensors
-from meg_compile.passes.rows.state import Const, Couples, Part, Rows, State, Total, Unclear
+from meg_compile.passes.rows.state import Const, Couples, Part, Rows, Sorted, State, Total, Unclear
 
 Labels = list[tuple[fx.Node, list[Any]]]
 
@@ -126,9 +126,11 @@ def reduction(call: Call) -> State:
 @rule(*"softmax _softmax log_softmax _log_softmax cumsum cumprod cummax cummin logcumsumexp flip roll sort".split())
 @rule(*"argsort topk logsumexp argmax argmin amax amin aminmax max min var std var_mean std_mean prod any all".split())
 @rule(*"norm linalg_vector_norm median nanmedian mode kthvalue nanmean nansum count_nonzero glu unfold".split())
-def along(call: Call) -> State | list[State]:
+def along(call: Call) -> Any:
     """Runs along some dims, which may go."""
     rows, shape = call.rows("input" if "input" in call.arguments else "self")
+    if call.name == "sort" and len(shape) == 1:
+        return [Sorted(call.node, rows, "keys"), Sorted(call.node, rows, "order")]
     dim = next((call[name] for name in ("dim", "dims", "dimension") if name in call.arguments), None)
     return _without(call, rows, shape, _dims(dim, len(shape)))
 
@@ -224,6 +226,24 @@ def scatter(call: Call) -> State:
     sizes = {tuple(call.shape_of(n)[d] for d in sorted(found.dims)) for n in nodes}
     if len(sizes) > 1:
         raise Couples("it picks some of the rows")
+    return found
+
+
+@rule("copy")
+def copy(call: Call) -> State:
+    """All of a value is written over."""
+    return pointwise(call, [call["src"]], len(call.shape))
+
+
+@rule("slice_scatter", "select_scatter")
+def written(call: Call) -> State:
+    """Some entries along a dim are another tensor's."""
+    target, source, dims = call["self"], call["src"], list(range(len(call.shape)))
+    at = (call["dim"] or 0) % len(dims)
+    labels = dims if call.name == "slice_scatter" else dims[:at] + dims[at + 1 :]
+    found = joined(call, [(target, dims), (source, labels)], dims, "it brings different rows together")
+    if found is None or at in found.dims:
+        raise Couples("it writes over some of the rows")
     return found
 
 

@@ -76,7 +76,22 @@ class Total:
         return Total(frozenset(part._replace(scale=part.scale * by) for part in self.parts), self.const)
 
 
-State = Const | Rows | Total
+@dataclass(frozen=True)
+class Sorted:
+    """Of every entry of some rows, in the order into which a sort has put them (dim 0). Mixtures of experts sort tokens
+    by expert, so that each expert's are consecutive, and put them back afterwards.
+
+    by: the sort. rows: where they lay. kind: "keys" that were sorted, "values" of each by itself, its "order" (where it
+    was before, divided by `every`), how many keys are the same ("counts"), the way "back" to the old order.
+    """
+
+    by: fx.Node
+    rows: Rows
+    kind: str
+    every: int = 1
+
+
+State = Const | Rows | Total | Sorted
 
 
 def all_alike(shape: Sequence[int]) -> Const:

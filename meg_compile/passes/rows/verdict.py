@@ -21,7 +21,9 @@ from meg_compile.passes.rows.by_axes import by_axes
 from meg_compile.passes.rows.call import Call, rule_for
 from meg_compile.passes.rows.constants import constant, number
 from meg_compile.passes.rows.rules import entry_by_entry
-from meg_compile.passes.rows.state import Const, Couples, Part, Piece, Rows, Total, Unclear
+from meg_compile.passes.rows.sort import of_sorted
+from meg_compile.passes.rows.state import Const, Couples, Part, Piece, Rows, Sorted, Total, Unclear
+from meg_compile.passes.values import ValueOf, find_value
 
 SCALINGS = ("mul", "div", "true_divide", "floor_divide")
 
@@ -48,16 +50,17 @@ class _Lost:
 @dataclass
 class _Walk:
     num_rows: int
+    value_of: Callable[[fx.Node], torch.Tensor | None]
     states: dict[fx.Node, Any] = field(default_factory=dict)
     loss: Any = None
     suspect: bool = False
 
 
-def judge(captured: Captured, again: Callable[[int], Captured]) -> Verdict:
-    """again(n): captures the same with n times the rows."""
-    walk = _walk(captured.graph)
+def judge(captured: Captured, again: Callable[[int], Captured], value_of: ValueOf = lambda tensor: tensor) -> Verdict:
+    """again(n): captures the same with n times the rows. value_of: the real value of a buffer or constant."""
+    walk = _walk(captured, value_of)
     if isinstance(walk.loss, _Lost) and walk.num_rows == 1:  # which of several dims of size 1 are rows is a guess
-        return _of_two_rows(captured, again, walk.loss.verdict)
+        return _of_two_rows(captured, again, value_of, walk.loss.verdict)
     if isinstance(walk.loss, _Lost):
         return walk.loss.verdict
     if not isinstance(walk.loss, Total):
@@ -69,26 +72,29 @@ def judge(captured: Captured, again: Callable[[int], Captured]) -> Verdict:
         twice = again(2)
     except Exception as error:
         return Verdict(unclear=f"the model cannot be captured with twice the rows ({type(error).__name__})")
-    return _compared(captured, twice, walk, verdict)
+    return _compared(captured, twice, value_of, walk, verdict)
 
 
-def _of_two_rows(captured: Captured, again: Callable[[int], Captured], otherwise: Verdict) -> Verdict:
+def _of_two_rows(
+    captured: Captured, again: Callable[[int], Captured], value_of: ValueOf, otherwise: Verdict
+) -> Verdict:
     """The verdict on the same graph for two rows, which shows where they lie."""
     try:
         twice = again(2)
     except Exception:
         return otherwise
-    verdict = judge(twice, lambda times: again(2 * times))
+    verdict = judge(twice, lambda times: again(2 * times), value_of)
     twin = dict(zip(twice.graph.nodes, captured.graph.nodes, strict=False))
     if any(n.target != twin[n].target for n in twin) or len(twin) != len(captured.graph.nodes):
         return verdict if verdict.coupled else Verdict(unclear="the model computes otherwise with two rows")
     return replace(verdict, parts=tuple(part._replace(node=twin[part.node]) for part in verdict.parts))
 
 
-def _walk(graph: fx.Graph) -> _Walk:
-    num_rows = next((int(n.meta["val"].shape[0]) for n in graph.nodes if n.op == "placeholder"), 1)
-    walk = _Walk(num_rows)
-    for node in graph.nodes:
+def _walk(captured: Captured, value_of: ValueOf) -> _Walk:
+    nodes = captured.graph.nodes
+    num_rows = next((int(n.meta["val"].shape[0]) for n in nodes if n.op == "placeholder"), 1)
+    walk = _Walk(num_rows, lambda node: find_value(captured, node, value_of))
+    for node in nodes:
         if node.op == "placeholder":
             walk.states[node] = Rows((Piece(0, 1, 1, num_rows),))
         elif node.op == "get_attr":
@@ -110,8 +116,10 @@ def _state(node: fx.Node, walk: _Walk, num_rows: int) -> Any:
     if base_name(node.target) == "getitem":
         at: Any = node.args[1]
         return states[0][at] if isinstance(states[0], list) else states[0]
-    call = Call(node, walk.states)
+    call = Call(node, walk.states, walk.value_of)
     try:
+        if any(isinstance(s, Sorted) for s in states):
+            return of_sorted(call)
         if all(isinstance(s, Const) for s in states):
             return constant(call, num_rows)
         if any(isinstance(s, Total) for s in states):
@@ -146,7 +154,7 @@ def _place(node: fx.Node) -> str:
     return " at ".join(filter(None, (base_name(node.target), source_line(node))))
 
 
-def _compared(captured: Captured, twice: Captured, walk: _Walk, verdict: Verdict) -> Verdict:
+def _compared(captured: Captured, twice: Captured, value_of: ValueOf, walk: _Walk, verdict: Verdict) -> Verdict:
     """What the parts are with regard to the number of rows, from the same graph for twice as many."""
     nodes, others = list(captured.graph.nodes), list(twice.graph.nodes)
     if [n.target for n in nodes] != [n.target for n in others]:
@@ -155,7 +163,7 @@ def _compared(captured: Captured, twice: Captured, walk: _Walk, verdict: Verdict
         scales = base_name(node.target) in SCALINGS and isinstance(walk.states.get(node), Total)
         if not scales and not _same_numbers(node, other, captured, twice):
             return Verdict(coupled=f"{_place(node)}: it computes with the number of rows")
-    again = _walk(twice.graph).loss
+    again = _walk(twice, value_of).loss
     twin = dict(zip(nodes, others, strict=True))
     if not isinstance(again, Total):
         return again.verdict if isinstance(again, _Lost) else Verdict(unclear="the loss is another with twice the rows")
