@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from meg_compile.axes.atoms import Dim, Dims, atoms, fresh, mark_produced, name, size_of, unify
+from meg_compile.axes.atoms import Dim, Dims, atoms, leaves, mark_produced, name, repeats, size_of, unify
 from meg_compile.axes.op import Op, rule
 from meg_compile.axes.rules.elementwise import broadcast
 
@@ -96,7 +96,7 @@ def attention(
     enable_gqa: bool = False,
 ) -> Dims:
     if enable_gqa and size_of(q[-3]) != size_of(k[-3]):
-        unify(q[-3], k[-3] + fresh(size_of(q[-3]) // size_of(k[-3])))
+        unify(q[-3], k[-3] + repeats(size_of(q[-3]) // size_of(k[-3])))
         broadcast(Dims(k[:-2]), Dims(v[:-2]))
         broadcast(Dims(q[:-3]), Dims(k[:-3]))
         batch = Dims(q[:-2])
@@ -116,6 +116,9 @@ def attention(
     op.work = 4
     if len(q) > 2:
         name(q[-3], "heads")
+        *shared, last = leaves(q[-3]) or (None,)
+        if last is not None and last.repeated:
+            name(tuple(shared), "kv_heads")
     name(q[-1], "head_dim")
     if not any("head_dim" in atom.names for atom in atoms(v[-1])):
         name(v[-1], "v_head_dim")
