@@ -1,4 +1,4 @@
-"""Fewer heads of keys and values than tp ranks: each rank has some of the queries of every group, keys and values whole."""
+"""Fewer heads of keys and values than tp ranks: each has some queries of every group, and keys and values whole."""
 
 from functools import partial
 

@@ -42,6 +42,7 @@ class Captured:
     aliases:  every other name of a tied parameter -> the name it stands under.
     buffers:  the names in `tensors` that are buffers or constants.
     state:    the names in `tensors` that the model's state_dict holds.
+    constants: the names in `tensors` that capture gave to what is neither a parameter nor a buffer of the model.
     fields:   the batch's fields that the graph reads, in the order of its placeholders.
     """
 
@@ -50,6 +51,7 @@ class Captured:
     aliases: dict[str, str]
     buffers: set[str]
     state: set[str]
+    constants: set[str]
     fields: tuple[str, ...]
 
     def examples(self) -> dict[str, torch.Tensor]:
@@ -245,7 +247,8 @@ def _take(module: fx.GraphModule, step: _Step, fields: tuple[str, ...], stand_in
     read = {n.target for n in graph.nodes if n.op in ("get_attr", "placeholder")}
     tensors = {name: t for name, t in tensors.items() if name in read or name in state}
     buffers = {name for name, t in tensors.items() if not isinstance(t, nn.Parameter)}
-    return Captured(graph, tensors, aliases, buffers, state, tuple(f for f in fields if f in read))
+    constants = set(tensors) - set(first.values())
+    return Captured(graph, tensors, aliases, buffers, state, constants, tuple(f for f in fields if f in read))
 
 
 def _refuse_constant(value: Any, node: fx.Node) -> None:

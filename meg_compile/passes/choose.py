@@ -29,7 +29,7 @@ class Choice:
 
 
 def choose(axes: Axes, plan: Plan) -> Choice:
-    """Refused, naming every axis that tp does not divide and that nothing stands in for, unless plan.strict is off (then
+    """Refused, naming every axis that tp does not divide and for which none stands in, unless plan.strict is off (then
     they stay whole)."""
     if plan.tp == 1:
         return Choice(Layout(1, frozenset()))
