@@ -78,6 +78,7 @@ def compile(
     params = _specify(captured, axes, choice.layout, stages, parallel.partial)
     program = Program(plan, fields, parts, stages, params, units, limits, draws, captured, axes, choice, source)
     _refuse_replicas(program)
+    program.again = lambda inputs, training: compile(model, inputs, program.pinned, loss, dtype, dropout, training)
     return program
 
 

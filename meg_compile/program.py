@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -12,6 +12,7 @@ import torch
 from meg_compile.axes.infer import Axes
 from meg_compile.axes.layout import Shard
 from meg_compile.eject import eject
+from meg_compile.errors import MegError
 from meg_compile.explain.describe import explain, to_dict
 from meg_compile.graph.capture import Captured
 from meg_compile.graph.cost import Flops, count_flops
@@ -106,6 +107,7 @@ class Program:
                       and whether each row of the batch draws its own mask.
     captured, axes, choice:  what the stages were made from, for explanations.
     source:           the starting weights; None for a model that was given on meta.
+    again:            compiles the same model for other inputs, in training or evaluation mode, with the same cut.
     """
 
     plan: Plan
@@ -120,6 +122,7 @@ class Program:
     axes: Axes
     choice: Choice
     source: Source | None = field(default=None, repr=False)
+    again: Callable[[dict[str, torch.Tensor], bool], Program] | None = field(default=None, repr=False)
 
     @property
     def micro_batch_size(self) -> int:
@@ -131,6 +134,49 @@ class Program:
 
     def pp_rank_of(self, stage: int) -> int:
         return self.plan.rank_of(stage)
+
+    @property
+    def pinned(self) -> Plan:
+        """The plan, with the cut into stages that was made."""
+        if self.plan.num_stages == 1 or self.plan.stages is not None:
+            return self.plan
+        return replace(self.plan, stages=tuple(len(stage.layers) for stage in self.stages), split=None)
+
+    def variant(self, inputs: dict[str, torch.Tensor], training: bool = False) -> Program:
+        """The same model for one micro-batch of another shape, or in evaluation, cut and sharded as this program is, so
+        that an `Executor` of it can run on the tensors of one of this.
+
+        MegError where these inputs have the model sharded otherwise; Refused as by `compile`.
+        """
+        assert self.again is not None
+        program = self.again(inputs, training)
+        for name, spec in program.params.items():
+            mine = self.params.get(name)
+            if name in program.captured.constants:
+                continue
+            if mine is None or mine.shards != spec.shards or not set(spec.stages) <= set(mine.stages):
+                raise MegError(
+                    f"for these inputs {name} is held by other ranks, so that they need weights of their own"
+                )
+        return program
+
+    def check(self, batch: dict[str, torch.Tensor]) -> None:
+        """MegError for a replica's rows, field by field [rows, ...], that this program was not compiled for."""
+        for name, example in self.inputs.items():
+            if name not in batch:
+                how = "made by program.keyed(batch, seed, step, rows)" if name == KEYS else "as when it was compiled"
+                raise MegError(f"the batch has no field {name}, which the program reads ({how})")
+            given, wanted = batch[name], [*example.shape[1:]]
+            if [*given.shape[1:]] != wanted or given.dtype != example.dtype:
+                problem = f"field {name} has rows of {given.dtype} {[*given.shape[1:]]}, not {example.dtype} {wanted}"
+                raise MegError(f"{problem}; program.variant(inputs) compiles the model for others")
+        counts = {name: len(batch[name]) for name in self.inputs}
+        if len(set(counts.values())) > 1:
+            raise MegError(f"the fields of a batch have different numbers of rows: {counts}")
+        num_rows = next(iter(counts.values()))
+        if num_rows == 0 or num_rows % self.micro_batch_size:
+            problem = f"{num_rows} rows do not divide into micro-batches of {self.micro_batch_size}"
+            raise MegError(f"{problem}; program.variant(inputs) compiles the model for others")
 
     def micro_batches(self, batch: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
         """A replica's rows, field by field [rows, ...], cut into micro-batches of the fields that are read."""

@@ -24,10 +24,11 @@ class Atom:
     whole:    why some operator needs all of it on every rank; None while it may be sharded.
     torn:     not even its entries mean the same thing everywhere (sizes that do not factor alike).
     produced: some weight makes it (it is the output of a linear map), so cutting it is worth while.
+    repeated: some operator repeats a value along it, as keys and values for the queries of a group.
     names:    what operators call it ("heads", "vocab"), for people.
     """
 
-    __slots__ = ("factors", "merged", "names", "produced", "segments", "size", "torn", "whole")
+    __slots__ = ("factors", "merged", "names", "produced", "repeated", "segments", "size", "torn", "whole")
 
     def __init__(self, size: int, like: Atom | None = None, segments: list[Dim] | None = None):
         self.size = size
@@ -37,6 +38,7 @@ class Atom:
         self.whole: str | None = like.whole if like else None
         self.torn: bool = like.torn if like else False
         self.produced: bool = like.produced if like else False
+        self.repeated: bool = like.repeated if like else False
         self.names: set[str] = set()
 
     def __repr__(self) -> str:
@@ -122,6 +124,14 @@ def mark_whole(dim: Iterable[Atom], why: str, torn: bool = False) -> None:
 def mark_produced(dim: Dim) -> None:
     for atom in atoms(dim):
         atom.produced = True
+
+
+def repeats(size: int) -> Dim:
+    """A new dim along which a value is repeated."""
+    dim = fresh(size)
+    for atom in dim:
+        atom.repeated = True
+    return dim
 
 
 def name(dim: Dim, word: str) -> None:
@@ -224,6 +234,7 @@ def _merge(a: Atom, b: Atom) -> None:
         atom.whole = atom.whole or b.whole
         atom.torn = atom.torn or b.torn
         atom.produced = atom.produced or b.produced
+        atom.repeated = atom.repeated or b.repeated
         atom.names |= b.names if atom is a else set()
     b.merged = a
 

@@ -19,12 +19,16 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch._subclasses import FakeTensor
 
 from meg_compile.errors import CaptureError, Fault
 from meg_compile.graph.clean import clean
-from meg_compile.graph.nodes import module_path, source_line
+from meg_compile.graph.nodes import base_name, module_path, source_line
+from meg_compile.graph.regions import open_regions
+from meg_compile.graph.rehearse import rehearse
 from meg_compile.graph.sentinel import sentinel
 from meg_compile.graph.stand_in import StandIns, ValueOf, stand_ins
+from meg_compile.graph.untouched import untouched
 
 Loss = Callable[..., torch.Tensor]
 
@@ -38,6 +42,7 @@ class Captured:
     aliases:  every other name of a tied parameter -> the name it stands under.
     buffers:  the names in `tensors` that are buffers or constants.
     state:    the names in `tensors` that the model's state_dict holds.
+    constants: the names in `tensors` that capture gave to what is neither a parameter nor a buffer of the model.
     fields:   the batch's fields that the graph reads, in the order of its placeholders.
     """
 
@@ -46,6 +51,7 @@ class Captured:
     aliases: dict[str, str]
     buffers: set[str]
     state: set[str]
+    constants: set[str]
     fields: tuple[str, ...]
 
     def examples(self) -> dict[str, torch.Tensor]:
@@ -92,14 +98,22 @@ def capture(
     fields = tuple(name for name in inputs if name in binding or name == "labels")
     device = next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
     step = _Step(model, loss, binding, fields)
-    modes = {module: module.training for module in model.modules()}
-    model.train(training)
     try:
-        with stand_ins(step, value_of) as stand_in, sentinel(model), warnings.catch_warnings(), _quiet():
+        with (
+            untouched(step),
+            sentinel(model),
+            stand_ins(step, value_of) as stand_in,
+            warnings.catch_warnings(),
+            _quiet(),
+        ):
+            model.train(training)
             warnings.simplefilter("ignore")
             with stand_in.mode:
                 examples = tuple(torch.empty_like(inputs[name], device=device) for name in fields)
+            with untouched(step):
+                rehearse(step, examples, stand_in.mode)
             program = torch.export.export(step, examples, strict=False)
+            open_regions(program.graph_module)
             if any(_mutates(node) for node in program.graph.nodes):
                 program = program.run_decompositions({})
             _refuse_effects(program)
@@ -107,9 +121,6 @@ def capture(
         raise
     except Exception as error:
         raise CaptureError(_of_labels(error, inputs, binding) or _explain(error)) from error
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
     return _take(program.module(check_guards=False), step, fields, stand_in)
 
 
@@ -164,12 +175,22 @@ def find_logits(out: Any) -> torch.Tensor:
 
 def _refuse_effects(program: torch.export.ExportedProgram) -> None:
     """CaptureError for a graph that is more than a function from a batch to one number."""
-    written = sorted(program.graph_signature.buffers_to_mutate.values())
-    if written:
-        names = ", ".join(map(module_path, written))
-        problem = f"forward writes to the buffers {names}, and a step of micro-batches would lose that"
-        raise CaptureError(Fault("forward", None, problem, "keep no state in forward (BatchNorm: use another norm)"))
+    signature = program.graph_signature
+    for kind, changed in (("buffers", signature.buffers_to_mutate), ("parameters", signature.parameters_to_mutate)):
+        if changed:
+            names = ", ".join(map(module_path, sorted(changed.values())))
+            problem = f"forward writes to the {kind} {names}, and a step of micro-batches would lose that"
+            fix = "keep no state in forward (BatchNorm: use another norm)"
+            raise CaptureError(Fault("forward", None, problem, fix))
+    if signature.user_inputs_to_mutate:
+        problem = "forward writes to its inputs, which other stages read"
+        raise CaptureError(Fault("forward", None, problem, "write to a copy of them, as by .clone()"))
     for node in program.graph.nodes:
+        if node.op == "call_function" and not isinstance(node.target, torch._ops.OpOverload) and not _is_python(node):
+            is_func = "functorch" in getattr(node.target, "__module__", "")
+            called = "torch.func" if is_func else base_name(node.target)
+            problem = f"uses {called}, whose inside a graph of operators does not show"
+            raise CaptureError(Fault(source_line(node) or "forward", None, problem, "write it with plain operators"))
         if isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool)):
             problem = "takes a number out of a tensor (.item(), int(), an index), which is known only when it runs"
             raise CaptureError(Fault(source_line(node) or "forward", None, problem, "compute with the tensor itself"))
@@ -178,6 +199,11 @@ def _refuse_effects(program: torch.export.ExportedProgram) -> None:
     if not isinstance(loss, torch.Tensor) or loss.dim() != 0 or not loss.is_floating_point():
         shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
         raise CaptureError(Fault("loss", shape, "is not one floating-point number", "reduce it, as by .mean()"))
+
+
+def _is_python(node: fx.Node) -> bool:
+    """An item of several results, arithmetic of sizes."""
+    return getattr(node.target, "__module__", "") in ("_operator", "builtins", "math")
 
 
 def _mutates(node: fx.Node) -> bool:
@@ -206,6 +232,7 @@ def _take(module: fx.GraphModule, step: _Step, fields: tuple[str, ...], stand_in
             env[node] = graph.placeholder(next(placeholders))
         elif node.op == "get_attr":
             value = stand_in.original(operator.attrgetter(node.target)(module))
+            _refuse_constant(value, node)
             name = first.get(id(value), module_path(node.target))
             tensors[name] = value
             env[node] = graph.get_attr(name)
@@ -220,7 +247,22 @@ def _take(module: fx.GraphModule, step: _Step, fields: tuple[str, ...], stand_in
     read = {n.target for n in graph.nodes if n.op in ("get_attr", "placeholder")}
     tensors = {name: t for name, t in tensors.items() if name in read or name in state}
     buffers = {name for name, t in tensors.items() if not isinstance(t, nn.Parameter)}
-    return Captured(graph, tensors, aliases, buffers, state, tuple(f for f in fields if f in read))
+    constants = set(tensors) - set(first.values())
+    return Captured(graph, tensors, aliases, buffers, state, constants, tuple(f for f in fields if f in read))
+
+
+def _refuse_constant(value: Any, node: fx.Node) -> None:
+    """CaptureError for what a graph reads beside parameters and buffers and has no value."""
+    place = next((line for user in node.users if (line := source_line(user))), "") or "forward"
+    if isinstance(value, torch.Generator):
+        problem = "draws from a torch.Generator, whose numbers no plan can be made to share"
+        raise CaptureError(Fault(place, None, problem, "draw from torch's own generator, or make a buffer in __init__"))
+    if isinstance(value, FakeTensor):
+        problem = "reads a tensor whose origin is lost: a cache or a variable outside the model keeps it between calls"
+        raise CaptureError(Fault(place, None, problem, "compute it where it is used, or make it a buffer in __init__"))
+    if not isinstance(value, torch.Tensor):
+        problem = f"uses a {type(value).__name__}, which is no tensor"
+        raise CaptureError(Fault(place, None, problem, "write it with plain operators"))
 
 
 def _drop_unread_fields(graph: fx.Graph) -> None:

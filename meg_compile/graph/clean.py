@@ -27,6 +27,8 @@ def clean(graph: fx.Graph) -> None:
             continue
         if node.target in (aten.view.default, aten._unsafe_view.default):
             node.target = aten.reshape.default
+        elif node.target is aten.copy.default:
+            _replace_copy(graph, node)
         elif name in _ASSERTS or name == "_guards_fn":
             graph.erase_node(node)
         elif name == "dropout" and (node.args[1] == 0 or not node.args[2]):
@@ -47,8 +49,25 @@ def _without_empty(cat: fx.Node) -> None:
         cat.replace_all_uses_with(joined[0])
 
 
+def _replace_copy(graph: fx.Graph, node: fx.Node) -> None:
+    """What is left of x.copy_(y) is y in x's shape and dtype; copy itself has no derivative."""
+    over, value = node.args[:2]
+    assert isinstance(over, fx.Node) and isinstance(value, fx.Node)
+    wanted, given = over.meta["val"], value.meta["val"]
+    with graph.inserting_before(node):
+        if wanted.dtype != given.dtype:
+            value = graph.call_function(aten.to.dtype, (value, wanted.dtype))
+            value.meta = node.meta | {"val": given.to(wanted.dtype)}
+        if wanted.shape != given.shape:
+            value = graph.call_function(aten.expand.default, (value, list(wanted.shape)))
+            value.meta = dict(node.meta)
+    node.replace_all_uses_with(value)
+    graph.erase_node(node)
+
+
 def retarget(graph: fx.Graph, device: torch.device) -> None:
     """Point every device literal (torch.arange(..., device=ids.device) bakes one in) at a device."""
     for node in graph.nodes:
+        node.args = tuple(device if isinstance(a, torch.device) else a for a in node.args)
         if isinstance(node.kwargs.get("device"), torch.device):
             node.kwargs = {**node.kwargs, "device": device}

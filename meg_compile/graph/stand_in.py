@@ -46,16 +46,19 @@ class StandIns:
 def stand_ins(model: nn.Module, value_of: ValueOf | None) -> Iterator[StandIns]:
     """Swap a model's parameters and buffers on meta for stand-ins, and put them back.
 
-    value_of: gives the real value of a tensor on meta that a module holds as a plain attribute, where it is known.
+    value_of: gives the real value of a tensor on meta that a module holds as a plain attribute, or in a list or dict
+              that is one, where it is known.
     """
     found = StandIns()
-    before: list[tuple[dict[str, Any], str, torch.Tensor]] = []
+    before: list[tuple[Any, Any, torch.Tensor]] = []
 
-    def swap(held: dict[str, Any], replace: ValueOf) -> None:
-        for name, tensor in list(held.items()):
-            if isinstance(tensor, torch.Tensor) and tensor.is_meta:
-                before.append((held, name, tensor))
-                held[name] = replace(tensor)
+    def swap(held: Any, replace: ValueOf) -> None:
+        for name, value in list(held.items() if isinstance(held, dict) else enumerate(held)):
+            if isinstance(value, torch.Tensor) and value.is_meta:
+                before.append((held, name, value))
+                held[name] = replace(value)
+            elif type(value) in (dict, list) and not str(name).startswith("_"):
+                swap(value, replace)
 
     try:
         for module in model.modules():

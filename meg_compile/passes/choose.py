@@ -12,13 +12,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from math import gcd
 
 from meg_compile.axes.atoms import Atom, atoms, branches, leaves
 from meg_compile.axes.infer import Axes
 from meg_compile.axes.layout import Layout
 from meg_compile.axes.op import each
-from meg_compile.errors import Fault, Refused
+from meg_compile.errors import Fault, Refused, any_of
 from meg_compile.graph.nodes import in_source, operand
 from meg_compile.passes.steer import called, read_wishes, unmet
 from meg_compile.plan import Plan
@@ -33,8 +32,8 @@ class Choice:
 
 
 def choose(axes: Axes, plan: Plan, aliases: Mapping[str, str] | None = None) -> Choice:
-    """Refused, naming every axis that tp does not divide, unless plan.strict is off (then they stay whole), and all
-    that plan.shard asks for and that cannot be.
+    """Refused, naming every axis that tp does not divide and for which none stands in, unless plan.strict is off (then
+    they stay whole), and all that plan.shard asks for and that cannot be.
 
     aliases: other names of tied parameters, for the patterns of plan.keep and plan.shard.
     """
@@ -49,18 +48,25 @@ def choose(axes: Axes, plan: Plan, aliases: Mapping[str, str] | None = None) -> 
     near = _neighbours(axes, set(found.ranked))
     banned = wishes.reasons()
     choice = _settle(axes, found, near, banned, plan.tp)
-    indivisible = _indivisible(choice, found)
-    if indivisible and plan.strict:
-        raise Refused(_faults(axes, [a for a in found.ranked if a in indivisible], plan.tp))
-    while indivisible:
-        behind = {a for a in choice.refused if near[a] & indivisible}
-        banned |= {a: f"plan.tp={plan.tp} does not divide its neighbour in a tensor" for a in behind}
+    dropped: set[Atom] = set()
+    while indivisible := _indivisible(choice, found):
+        dropped |= indivisible
+        behind = {a for a in choice.refused if near[a] & indivisible and not _stands_in(a, plan.tp)}
+        banned |= {a: f"plan.tp={plan.tp} does not divide its neighbour in a tensor" for a in behind - banned.keys()}
         banned |= {a: f"plan.tp={plan.tp} does not divide {a.size}" for a in indivisible}
         choice = _settle(axes, found, near, banned, plan.tp)
-        indivisible = _indivisible(choice, found)
+    lost = [a for a in found.ranked if a in dropped and not any(b.repeated for b in near[a] & choice.layout.sharded)]
+    if lost and plan.strict:
+        raise Refused(_faults(axes, lost, near, plan.tp))
     if faults := unmet(wishes, choice.layout.sharded, lambda atom: _reason(atom, choice, found), axes):
         raise Refused(faults)
     return choice
+
+
+def _stands_in(atom: Atom, tp: int) -> bool:
+    """Whether an axis is sharded where tp does not divide its neighbour: the queries that share keys and values are,
+    each rank with some of every group, and keys and values stay whole."""
+    return atom.repeated and atom.size % tp == 0
 
 
 def _indivisible(choice: Choice, found: Candidates) -> set[Atom]:
@@ -196,28 +202,34 @@ def _uneven(axes: Axes, layout: Layout) -> set[Atom]:
     return {a for d in dims if not layout.even(d) for a in atoms(d) if a in layout.sharded}
 
 
-def _faults(axes: Axes, indivisible: list[Atom], tp: int) -> list[Fault]:
+def _faults(axes: Axes, indivisible: list[Atom], near: dict[Atom, set[Atom]], tp: int) -> list[Fault]:
     """One fault per kind of axis (name and size), naming a parameter that has it and the tp that works."""
     kinds: dict[tuple[str, int], list[str]] = defaultdict(list)
+    works: dict[tuple[str, int], set[int]] = {}
     for atom in indivisible:
         holders = [n for n, dims in axes.stored.items() if any(atom in atoms(d) for d in dims)]
-        kinds["/".join(sorted(atom.names)) or "axis", atom.size] += holders
-    every = [size for _, size in kinds]
-    common = gcd(*every)
+        kind = "/".join(sorted(atom.names)) or "axis", atom.size
+        kinds[kind] += holders
+        others = (b for b in near[atom] if b.repeated and not _uneven(axes, Layout(tp, frozenset({b}))))
+        works[kind] = {n for axis in (atom, *others) for n in _divisors(axis.size)}
+    common = set.intersection(*works.values())
     return [
         Fault(
             "plan.tp",
             tp,
             f"does not divide the {size} {word} of {holders[0]}"
             + (f" and {len(holders) - 1} more" * (len(holders) > 1)),
-            f"use {_divisors(size)}"
-            + (f" (for all of these: {_divisors(common)})" if len(every) > 1 else "")
+            f"use {_spell(works[word, size])}"
+            + (f" (for all of these: {_spell(common)})" if len(kinds) > 1 else "")
             + ", or plan.strict=false to keep these layers whole",
         )
         for (word, size), holders in kinds.items()
     ]
 
 
-def _divisors(n: int) -> str:
-    found = [str(d) for d in range(1, n + 1) if n % d == 0]
-    return ", ".join(found[:-1]) + f" or {found[-1]}" if len(found) > 1 else found[0]
+def _divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def _spell(sizes: set[int]) -> str:
+    return any_of([str(size) for size in sorted(sizes)])

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from meg_compile.errors import MegError
 from meg_compile.graph.nodes import CP, RNG, TP
 from meg_compile.ops.dropout import ShardRng
 from meg_compile.ops.group import Group
@@ -30,7 +31,7 @@ class Executor:
 
     parameters:  this rank's trainable shards by the user's names; under plan.zero, of replicas too.
     tensors:     those and its frozen parameters and buffers; given, they are another executor's
-                 of the same plan, without plan.zero. A half-precision parameter is float32 here.
+                 of the same plan, without plan.zero, but for constants. A half-precision parameter is float32 here.
     copies:      what the stages read of half-precision parameters; made from `tensors` when a step starts.
     """
 
@@ -49,8 +50,7 @@ class Executor:
         local = {s.index for s in self.stages}
         self.specs = {n: spec for n, spec in program.params.items() if local & set(spec.stages)}
         self.split = {name for name, spec in self.specs.items() if program.splits(spec)}
-        assert not (tensors and self.split), "shards of replicas cannot be lent"
-        whole = tensors or {n: _allocate(spec, META if n in self.split else device) for n, spec in self.specs.items()}
+        whole = self._borrow(tensors) if tensors else self._allocate()
         self.copies = {
             n: torch.empty(s.local_shape, dtype=s.dtype, device=device)
             for n, s in self.specs.items()
@@ -68,6 +68,28 @@ class Executor:
         self.overlapped, self.is_reducing = self._overlapped(), False
         self.shared = self._shared_groups()
         self._runs: dict[int, Run] = {}
+
+    def _allocate(self) -> dict[str, torch.Tensor]:
+        return {n: _allocate(spec, META if n in self.split else self.device) for n, spec in self.specs.items()}
+
+    def _borrow(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Another executor's tensors, and this program's own constants, which may have its names and other values.
+
+        MegError for tensors that are cut otherwise, or that replicas share.
+        """
+        if self.split:
+            raise MegError("under plan.zero no rank has whole weights to lend: use plan.zero=0")
+        program, found = self.program, {}
+        for name, spec in self.specs.items():
+            if name in program.captured.constants:
+                assert program.source is not None, "a model that was given on meta has no constants"
+                value = program.source.value(program.captured.tensors[name])
+                found[name] = spec.slice(value, self.groups.coords.tp).to(self.device, spec.dtype)
+            elif name in tensors and tensors[name].shape == spec.local_shape:
+                found[name] = tensors[name]
+            else:
+                raise MegError(f"{name} is not lent as this program holds it: compile it by program.variant(inputs)")
+        return found
 
     def load(self, source: Source | None = None, seed: int | None = None) -> None:
         """Fill this rank's shards with starting weights; by default those of the model that was compiled."""
@@ -101,7 +123,7 @@ class Executor:
 
         Returns the sum of scale * loss on the ranks of the last stage, 0.0 on others; adds to the gradients.
         reduce: sums over replicas may start in backward; gradients must be empty before, and `reduce_gradients` follow.
-        MegError for an index outside its vocabulary.
+        MegError for an index outside its vocabulary, and for rows that the program was not compiled for.
         """
         if reduce and self.overlapped:
             self.overlapped.start(self._num_micro_batches(batch))
@@ -113,6 +135,7 @@ class Executor:
         return self._run(batch, scale, False)
 
     def _run(self, batch: Batch, scale: float, backward: bool) -> float:
+        self.program.check(batch)
         for limit in self.program.limits:
             limit.check(batch)
         num = self._num_micro_batches(batch)

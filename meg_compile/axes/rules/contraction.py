@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from meg_compile.axes.atoms import Dim, Dims, atoms, fresh, leaves, mark_produced, name, size_of, unify
+from meg_compile.axes.atoms import Dim, Dims, atoms, fresh, leaves, mark_produced, name, repeats, size_of, unify
 from meg_compile.axes.op import Op, rule
 from meg_compile.axes.rules.elementwise import broadcast
 
@@ -108,7 +108,7 @@ def attention(
     enable_gqa: bool = False,
 ) -> Dims:
     if enable_gqa and size_of(q[-3]) != size_of(k[-3]):
-        unify(q[-3], k[-3] + fresh(size_of(q[-3]) // size_of(k[-3])))
+        unify(q[-3], k[-3] + repeats(size_of(q[-3]) // size_of(k[-3])))
         broadcast(Dims(k[:-2]), Dims(v[:-2]))
         broadcast(Dims(q[:-3]), Dims(k[:-3]))
         batch = Dims(q[:-2])

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from meg_compile.axes.atoms import Dims, fresh, unify
+from meg_compile.axes.atoms import Dims, fresh, repeats, unify
 from meg_compile.axes.op import Op, rule
 
 aten = torch.ops.aten
@@ -25,7 +25,7 @@ def view(op: Op, x: Dims, *args: Any, **kwargs: Any) -> Dims:
 @rule("expand", "broadcast_to")
 def expand(op: Op, x: Dims, shape: list[int], **kwargs: Any) -> Dims:
     lead = len(op.val.shape) - len(x)
-    out = Dims(x[i - lead] if i >= lead and x[i - lead] else fresh(n) for i, n in enumerate(op.val.shape))
+    out = Dims(x[i - lead] if i >= lead and x[i - lead] else repeats(n) for i, n in enumerate(op.val.shape))
     op.localise = lambda size, x, *_, **__: (aten.expand.default, (x, [size(d) for d in out]), {})
     return out
 
@@ -44,7 +44,7 @@ def repeat(op: Op, x: Dims, times: list[int]) -> Dims:
 def repeat_interleave(op: Op, x: Dims, n: Any, dim: int | None = None, **kwargs: Any) -> Any:
     if dim is None or not isinstance(n, int):
         return op.unknown()
-    copies = fresh(n)
+    copies = repeats(n)
     op.localise = lambda size, x, *_, **__: (aten.repeat_interleave.self_int, (x, size(copies), dim), {})
     return x.put(dim, x[dim] + copies)
 
