@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from meg_compile.axes.atoms import Dim, Dims, atoms, fresh, leaves, mark_produced, name, repeats, size_of, unify
+from meg_compile.axes.atoms import Dim, Dims, atoms, leaves, mark_produced, name, repeats, size_of, unify
 from meg_compile.axes.op import Op, rule
 from meg_compile.axes.rules.elementwise import broadcast
 
