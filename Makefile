@@ -5,7 +5,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: venv run test lint format bench clean
+.PHONY: venv run test lint format bench zoo clean
 
 venv: $(READY)
 
@@ -31,6 +31,9 @@ format: $(READY)
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks $(ARGS)
+
+zoo: $(READY)
+	$(BIN)/python -m benchmarks.zoo --readme $(ARGS)
 
 clean:
 	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache

@@ -72,12 +72,9 @@ class Family:
 
         sizes = dict(self.sizes)
         attention = sizes.pop("attn_implementation", None)
-        experts = sizes.pop("experts_implementation", None)
         config = getattr(transformers, self.config)(**sizes)
         if attention:
             config._attn_implementation = attention
-        if experts:
-            config._experts_implementation = experts
         return config
 
 
@@ -170,14 +167,12 @@ FAMILIES = {
     "Mixtral": Family(
         "MixtralForCausalLM",
         "MixtralConfig",
-        GQA | dict(num_local_experts=4, num_experts_per_tok=2, experts_implementation="grouped_mm"),
+        GQA | dict(num_local_experts=4, num_experts_per_tok=2),
     ),
     "Qwen3-MoE": Family(
         "Qwen3MoeForCausalLM",
         "Qwen3MoeConfig",
-        GQA
-        | dict(head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
-        | dict(experts_implementation="grouped_mm"),
+        GQA | dict(head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32),
     ),
 }
 
@@ -225,7 +220,7 @@ FULL_SIZE = {
         "MixtralForCausalLM",
         "MixtralConfig",
         dict(vocab_size=32000, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32)
-        | dict(num_attention_heads=32, num_key_value_heads=8, experts_implementation="grouped_mm"),
+        | dict(num_attention_heads=32, num_key_value_heads=8),
         full(4096),
     ),
 }

@@ -10,7 +10,6 @@ import functools
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
@@ -23,12 +22,12 @@ class Wide(TorchFunctionMode):
         if func is torch.Tensor.float:
             func = torch.Tensor.double
         args, kwargs = tree_map_only(torch.dtype, _wide, (args, kwargs or {}))
-        if func is F.grouped_mm:
+        if func is torch._grouped_mm:
             return _grouped_mm(*args, **kwargs)
         return func(*args, **kwargs)
 
 
-def _grouped_mm(x: torch.Tensor, weights: torch.Tensor, *, offs: torch.Tensor) -> torch.Tensor:
+def _grouped_mm(x: torch.Tensor, weights: torch.Tensor, *, offs: torch.Tensor, **_: Any) -> torch.Tensor:
     """x [S, k] in groups that end at `offs` [E], times weights [E, k, n]; torch has none in float64."""
     groups = x.tensor_split(offs[:-1].long())
     return torch.cat([group @ weight for group, weight in zip(groups, weights, strict=True)])

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from meg_compile.graph.nodes import base_name
+from meg_compile.graph.nodes import base_name, operand
 from meg_compile.passes.rows.call import Call
 from meg_compile.passes.rows.state import Const, Couples, Rows, Sorted
 
@@ -66,8 +66,10 @@ def _by_itself(call: Call) -> bool:
 def _picked(call: Call) -> Rows | Sorted | None:
     """x[order]: of every entry what its own row has; x[keys] of a constant; values[back]: rows as they were."""
     x, (index, *others) = call.state(call["self"]), call["indices"]
-    at = call.state(index) if index is not None else None
-    if not isinstance(at, Sorted) or any(i is not None for i in others):
+    if index is None or any(i is not None for i in others):
+        return None
+    at = call.state(index)
+    if not isinstance(at, Sorted):
         return None
     values = Sorted(at.by, at.rows, "values")
     if isinstance(x, Sorted):
@@ -99,6 +101,7 @@ def _back(call: Call) -> Sorted | None:
 
 def _grouped(call: Call) -> Sorted | None:
     """Each entry times the matrix of its own key: the groups end where the keys change."""
-    x, weights, ends = (call.state(n) for n in call.node.args[:3])
-    kinds = (x.kind, ends.kind) if isinstance(x, Sorted) and isinstance(ends, Sorted) else ()
-    return Sorted(x.by, x.rows, "values") if kinds == ("values", "counts") and isinstance(weights, Const) else None
+    x, weights, ends = (call.state(operand(call.node, i)) for i in range(3))
+    if not (isinstance(x, Sorted) and isinstance(weights, Const) and isinstance(ends, Sorted)):
+        return None
+    return Sorted(x.by, x.rows, "values") if (x.kind, ends.kind) == ("values", "counts") else None
