@@ -374,6 +374,19 @@ def test_batch_norm_is_refused():
         capture_of(Normed())
 
 
+def test_a_loss_with_parameters_is_refused():
+    class Weighted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(32))
+
+        def forward(self, logits, labels):
+            return cross_entropy(logits * self.weight, labels)
+
+    with pytest.raises(CaptureError, match=r"loss=Weighted: has parameters.*a part of the model"):
+        capture_of(Lm(layers=1), loss=Weighted())
+
+
 def test_the_loss_must_be_one_number():
     with pytest.raises(CaptureError):
         capture_of(Lm(layers=1), loss=lambda logits, labels: logits.mean(-1))

@@ -164,6 +164,7 @@ def test_norms_of_weights_are_carried_over():
 
 
 class Draws:
+    count = 0
     generator = random.Random(0)
 
 
@@ -202,7 +203,7 @@ def grows(model, x):
 
 
 def counts_in_class(model, x):
-    Draws.count = getattr(Draws, "count", 0) + 1
+    Draws.count += 1
     return x * Draws.count
 
 

@@ -94,6 +94,11 @@ def capture(
     value_of: the real value of a tensor on meta that the model holds outside its parameters and buffers.
     The model is left as it was.
     """
+    if isinstance(loss, nn.Module) and any(True for _ in loss.parameters()):
+        problem = "has parameters, and a run trains and exports those of the model alone"
+        raise CaptureError(
+            Fault("loss", type(loss).__name__, problem, "make it a part of the model, which returns its loss")
+        )
     binding = bind(model, inputs)
     fields = tuple(name for name in inputs if name in binding or name == "labels")
     device = next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))

@@ -29,6 +29,8 @@ DIFFERENTIABLE = "write it with differentiable operators, or torch.library.custo
 _HIDDEN = (f"{os.sep}torch{os.sep}", f"{os.sep}meg_compile{os.sep}")
 _CALLERS = tuple(f"{os.sep}{part}" for part in ("torch/nn/", "torch/utils/", "torch/_dynamo/eval_", "meg_compile/"))
 """Files that call a model's code. Others of torch's call libraries that are nothing to the model."""
+_DRAWING = (__file__, "random.py", "secrets.py", "uuid.py", "contextlib.py", "functools.py", ">")
+"""Files of Python's library that draw or call for whoever calls them; others (logging) do so for themselves."""
 _LIBRARY = sysconfig.get_paths()["stdlib"]
 
 RANDOM = "random numbers of Python's or numpy's, whose outcome a graph would freeze"
@@ -94,6 +96,8 @@ def users_place(through_torch: bool = False) -> str | None:
         is_hidden = any(part in name for part in _HIDDEN) and name != __file__
         is_library = name == __file__ or (name.startswith((_LIBRARY, "<")) and "site-packages" not in name)
         if name.startswith("<frozen importlib"):
+            return None
+        if is_library and not through_torch and not found and not name.endswith(_DRAWING):
             return None
         if is_hidden and not through_torch:
             return found if any(part in name for part in _CALLERS) else None
