@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from meg_compile.axes.atoms import Dim, Dims, atoms, cut, fresh, mark_whole, size_of
-from meg_compile.graph.nodes import base_name, source_line
+from meg_compile.graph.nodes import base_name, is_entry_by_entry, source_line
 
 Rule = Callable[..., Any]
 """(op, *args, **kwargs) with tensors as Dims -> the Dims of the result (a list for several results)."""
@@ -66,7 +66,8 @@ def how_to_add(name: str) -> str:
 
 def rule_for(op: Op) -> Rule | None:
     overload = getattr(op.node.target, "_overloadname", "")
-    return _RULES.get(f"{op.name}.{overload}") or _RULES.get(op.name)
+    known = _RULES.get(f"{op.name}.{overload}") or _RULES.get(op.name)
+    return known or (_RULES["add"] if is_entry_by_entry(op.node) else None)
 
 
 class Op:

@@ -23,6 +23,7 @@ from torch._subclasses import FakeTensor
 
 from meg_compile.errors import CaptureError, Fault
 from meg_compile.graph.clean import clean
+from meg_compile.graph.functions import apply_functions
 from meg_compile.graph.nodes import base_name, module_path, source_line
 from meg_compile.graph.regions import open_regions
 from meg_compile.graph.rehearse import rehearse
@@ -246,6 +247,7 @@ def _take(module: fx.GraphModule, step: _Step, fields: tuple[str, ...], stand_in
         else:
             env[node] = graph.node_copy(node, env.__getitem__)
         env[node].meta = dict(node.meta)
+    apply_functions(graph)
     clean(graph)
     _drop_unread_fields(graph)
 

@@ -57,6 +57,11 @@ def is_random(node: fx.Node) -> bool:
     return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
+def is_entry_by_entry(node: fx.Node) -> bool:
+    """Whether a custom autograd Function is known to work on each entry alone (`meg_compile.graph.functions`)."""
+    return getattr(node.target, "is_entry_by_entry", False)
+
+
 def attention_mask(node: fx.Node) -> fx.Node | None:
     """The mask of an attention, where it is a value of the graph."""
     found = node.args[3] if len(node.args) > 3 else node.kwargs.get("attn_mask")

@@ -1,8 +1,7 @@
 """Refuses what capture would drop or freeze without a word.
 
-`torch.export` inlines a custom autograd.Function's forward and loses its backward; it drops gradient hooks, `.data` and
-`detach_`; and it freezes what forward makes of random numbers of Python's, seeds and the clock. Each gives a graph that
-runs and is wrong.
+`torch.export` drops gradient hooks, `.data` and `detach_`; and it freezes what forward makes of random numbers of
+Python's, seeds and the clock. Each gives a graph that runs and is wrong.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ from torch.autograd.function import _SingleLevelFunction
 from torch.nn.modules import module as modules
 
 from meg_compile.errors import CaptureError, Fault
+from meg_compile.graph.functions import stand_in
 
 DIFFERENTIABLE = "write it with differentiable operators, or torch.library.custom_op"
 _HIDDEN = (f"{os.sep}torch{os.sep}", f"{os.sep}meg_compile{os.sep}")
@@ -149,13 +149,12 @@ def _refuse_unregistered(model: nn.Module) -> None:
 
 @classmethod
 def _watched(cls: type, *args: Any, **kwargs: Any) -> Any:
-    """Apply torch's own functions (those behind torch.library.custom_op among them), and no others."""
+    """Apply torch's own functions (those behind torch.library.custom_op among them); a user's become one operator."""
     if cls is checkpoint.CheckpointFunction:
         function, _, *rest = args
         return function(*rest)
     if not cls.__module__.startswith("torch."):
-        what = f"the autograd.Function {cls.__name__}, whose backward a graph does not keep"
-        raise refusal(users_place() or "forward", what)
+        return stand_in(cls, args)
     return super(_SingleLevelFunction, cls).apply(*args, **kwargs)  # type: ignore[misc]
 
 
