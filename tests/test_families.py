@@ -28,6 +28,8 @@ PAIRS = {"T5": 10, "Whisper": 10}
 WHOLE = {
     "BERT": {"cls.predictions.transform.dense"},  # between the last block and the vocabulary, on what a norm needs
     "RoBERTa": {"lm_head.dense"},
+    "ViT": {"vit.embeddings.patch_embeddings.projection"},  # convolutions
+    "Whisper": {"model.encoder.conv1", "model.encoder.conv2"},
     "Mixtral": {"model.layers.0.mlp.gate", "model.layers.1.mlp.gate"},  # routers, whose softmax needs every expert
 }
 TWICE = {"GPT-2", "Llama", "GPT-NeoX", "Mixtral"}  # on four ranks too

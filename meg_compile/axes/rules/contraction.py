@@ -73,7 +73,7 @@ def einsum(op: Op, equation: str, operands: list[Dims], path: Any = None) -> Dim
     return contract(op, equation, *operands)
 
 
-@rule("grouped_mm", "_grouped_mm", "grouped_mm_fallback")
+@rule("grouped_mm", "_grouped_mm", "transformers::grouped_mm_fallback")
 def grouped(op: Op, x: Dims, weights: Dims, ends: Dims | None = None, bias: Dims | None = None, *_: Any) -> Dims:
     """Rows of x [S, k] in consecutive groups, each times the matrix of its own expert, of weights [E, k, n]."""
     op.whole(weights[0], "has a group of rows for each of it")

@@ -12,7 +12,7 @@ from meg_compile.passes.rows.state import Const, Couples, Rows, Sorted
 
 _COPIES = set("to _to_copy contiguous clone detach alias type_as float double".split())
 _LIKE = set("empty_like zeros_like ones_like full_like".split())
-_GROUPED = ("grouped_mm", "_grouped_mm", "grouped_mm_fallback")
+_GROUPED = ("grouped_mm", "_grouped_mm", "transformers::grouped_mm_fallback")
 
 
 def of_sorted(call: Call) -> Any:
