@@ -2,13 +2,14 @@
 
 import pytest
 import torch
-from compare import check
+from compare import check, compile_case
 from torch import nn
 from zoo import ENDS, PAIR, QKVO, case, lm
 from zoo_layers import HIDDEN, Mlp
 
 import meg_compile
 from meg_compile.axes import Dims, unify
+from meg_compile.errors import Refused
 from meg_compile.plan import Plan
 
 
@@ -35,7 +36,7 @@ class ScaledGradient(torch.autograd.Function):
 
     @staticmethod
     def forward(x, factor):
-        return x.view_as(x)
+        return x if factor > 1 else x.view_as(x)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -110,6 +111,59 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_its_own_backward_is_kept(name, plan):
     check(CASES[name], plan, 1)
+
+
+class Overwrites(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.mark_dirty(x)
+        return x.mul_(2)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 2 * grad
+
+
+class WritesQuietly(Gelu):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        x.add_(1)
+        return x * 2
+
+
+class Sums(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, xs):
+        return xs[0] + xs[1]
+
+    @staticmethod
+    def backward(ctx, grad):
+        return None
+
+
+class GivesNumber(Gelu):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2, 3
+
+
+@pytest.mark.parametrize(
+    ("called", "said"),
+    [
+        (lambda x: Overwrites.apply(x * 1), "Overwrites writes to what it was given"),
+        (lambda x: WritesQuietly.apply(x * 1), "WritesQuietly writes to what it was given"),
+        (lambda x: Sums.apply([x, x]), "Sums takes tensors in a list"),
+        (lambda x: GivesNumber.apply(x)[0], "GivesNumber gives something else than tensors"),
+    ],
+)
+def test_what_no_graph_can_keep_is_refused(called, said):
+    class Calls(Mlp):
+        def forward(self, x):
+            return super().forward(called(x))
+
+    with pytest.raises(Refused, match=f"the autograd.Function {said}"):
+        compile_case(case(lm(mlp=Calls)), Plan(), 1)
 
 
 def test_a_rule_of_the_user_lets_one_be_cut():

@@ -15,6 +15,7 @@ import torch
 from torch import fx
 from torch.autograd.function import FunctionCtx
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from meg_compile.errors import CaptureError, Fault
 from meg_compile.graph.nodes import source_line
@@ -40,6 +41,8 @@ def stand_in(cls: type[torch.autograd.Function], args: tuple[Any, ...]) -> Any:
     """What cls.apply(*args) gives, by an operator that stands in for it in the graph."""
     at = tuple(i for i, arg in enumerate(args) if isinstance(arg, torch.Tensor))
     literals = tuple(None if i in at else arg for i, arg in enumerate(args))
+    if any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(literals)):
+        raise _refusal(cls.__name__, "takes tensors in a list, which a graph would freeze")
     key = cls, at, repr(literals)
     if key not in _STAND_INS:
         _STAND_INS[key] = _make(cls, at, literals)
@@ -61,6 +64,8 @@ def _make(cls: type[torch.autograd.Function], at: tuple[int, ...], literals: tup
         given = () if _is_new_style(cls) else (context,)
         with torch.no_grad():
             out = cls.forward(*given, *filled(tensors))
+        if not all(isinstance(one, torch.Tensor) for one in tree_leaves(out)):
+            raise _refusal(cls.__name__, "gives something else than tensors")
         apply.gives_one = isinstance(out, torch.Tensor)  # type: ignore[attr-defined]
         return [out] if isinstance(out, torch.Tensor) else list(out)
 
@@ -104,9 +109,11 @@ class _Calls(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.names: set[str] = set()
-        self.draws = False
+        self.draws, self.written = False, set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._schema.is_mutable:
+            self.written.add(args[0].untyped_storage()._cdata)
         out, name = func(*args, **(kwargs or {})), func._opname.rstrip("_")
         if name not in ("view", "expand") or out.shape != args[0].shape:
             self.names.add(name)
@@ -115,31 +122,28 @@ class _Calls(TorchDispatchMode):
 
 
 def _is_entry_by_entry(node: fx.Node, apply: Callable[..., Any]) -> bool:
-    inputs = []
+    leaves = []
     for given in (n.meta["val"] for n in node.args if isinstance(n, fx.Node)):
         like = torch.empty_strided(given.shape, given.stride(), dtype=given.dtype, device="meta")
-        inputs.append(like.requires_grad_(like.is_floating_point()))
-    calls = _Calls()
+        leaves.append(like.requires_grad_(like.is_floating_point()))
+    inputs, calls, knows = [leaf.clone() for leaf in leaves], _Calls(), True
     try:
         with torch.enable_grad(), calls:
             found = apply(*inputs)
             results = [found] if isinstance(found, torch.Tensor) else list(found)
-            if any(a is b for a in results for b in inputs):
-                raise _refusal(node, "returns what it was given")
-            outs = [out for out in results if out.requires_grad]
-            if outs:
+            if outs := [out for out in results if out.requires_grad]:
                 grads = [torch.empty_like(out) for out in outs]
                 torch.autograd.grad(outs, [x for x in inputs if x.requires_grad], grads, allow_unused=True)
-    except CaptureError:
-        raise
     except Exception:  # it looks at numbers, which meta tensors lack
-        return False
+        knows = False
     if calls.draws:
-        raise _refusal(node, "draws random numbers, which no plan can be made to share")
-    return calls.names <= ENTRY_BY_ENTRY
+        raise _refusal(apply.__name__, "draws random numbers, which no plan can be made to share", node)
+    if calls.written & {x.untyped_storage()._cdata for x in inputs}:
+        raise _refusal(apply.__name__, "writes to what it was given", node)
+    return knows and calls.names <= ENTRY_BY_ENTRY
 
 
-def _refusal(node: fx.Node, what: str) -> CaptureError:
-    problem = f"the autograd.Function {node.target.__name__} {what}"  # type: ignore[union-attr]
+def _refusal(name: str, what: str, node: fx.Node | None = None) -> CaptureError:
     fix = "write it with differentiable operators, or torch.library.custom_op"
-    return CaptureError(Fault(source_line(node) or "forward", None, problem, fix))
+    place = source_line(node) if node is not None else ""
+    return CaptureError(Fault(place or "forward", None, f"the autograd.Function {name} {what}", fix))
