@@ -186,10 +186,13 @@ def _dropout_in_place(x: torch.Tensor, p: float, train: bool) -> torch.Tensor:
 
 def _setattr(module: nn.Module, name: str, value: Any) -> None:
     """Refuse to replace buffers and parameters in forward, and to make new parameters there."""
-    held = {**module._parameters, **module._buffers}
+    parameters, buffers = (
+        vars(module).get(name, {}) for name in ("_parameters", "_buffers")
+    )  # torch's copies lack them
+    held = {**parameters, **buffers}
     changes = held.get(name) is not None and value is not held[name]
     if (changes or isinstance(value, nn.Parameter)) and (place := users_place()) is not None:
-        kind = "buffer" if name in module._buffers else "parameter"
+        kind = "buffer" if name in buffers else "parameter"
         what = f"a new value of the {kind} {name}, and a step of micro-batches would lose it"
         raise refusal(place, what, "keep no state in forward, and make parameters in __init__")
     _plain_setattr(module, name, value)
