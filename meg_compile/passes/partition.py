@@ -12,6 +12,7 @@ the last. A stage may run nothing of its own and pass on what it receives.
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -20,7 +21,7 @@ import torch
 from torch import fx
 
 from meg_compile.errors import Fault, Refused
-from meg_compile.graph.nodes import BOUND, upstream
+from meg_compile.graph.nodes import BOUND, operand, upstream
 from meg_compile.passes.in_place import not_across
 from meg_compile.passes.layers import Layer, find_layers, find_towers, starts_anew, take_ends
 from meg_compile.passes.place import check_places, place_layers
@@ -196,6 +197,7 @@ def _even(num_layers: int, num_stages: int) -> list[int]:
 
 def _stage(graph: fx.Graph, groups: list[list[Layer]], index: int) -> Stage:
     home = {node: i for i, group in enumerate(groups) for layer in group for node in layer.nodes}
+    home |= {node: home[operand(node, 0)] for node in home if node.target is operator.getitem}  # only tensors are sent
     received = _crossing(home, index)
     sent = _crossing(home, index + 1)
     last = index == len(groups) - 1
