@@ -168,8 +168,9 @@ def test_a_rule_that_lets_rows_meet_a_constant_entry_by_entry_couples_them(monke
 @pytest.mark.dist
 def test_rules_beside_a_model_are_found_by_worker_processes(tmp_path, monkeypatch):
     """The example in README.md, as its reader would run it."""
-    (example,) = [part for part in README.read_text().split("```python\n") if "@meg_compile.rule" in part]
-    (tmp_path / "mine.py").write_text(example.partition("```")[0])
+    blocks = [part.partition("```")[0] for part in README.read_text().split("```python\n")[1:]]
+    (example,) = [block for block in blocks if "@meg_compile.rule" in block]
+    (tmp_path / "mine.py").write_text(example)
     monkeypatch.chdir(tmp_path)
     settings = ["task=verify", "precision=fp64", "plan=tp2", "model._target_=mine.Net", "verify.steps=1"]
     assert run.main([*settings, "data.seq_len=16", "train.global_batch_size=2", "hydra.run.dir=out"]) == 0
