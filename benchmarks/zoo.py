@@ -15,7 +15,6 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from math import prod
 from pathlib import Path
 
 import torch
@@ -23,7 +22,6 @@ import torch
 from benchmarks.against_plain import Trial, largest_error
 from benchmarks.families import FAMILIES, FULL_SIZE, Family
 from benchmarks.styles import STYLES, Style
-from meg_compile.axes.atoms import size_of
 from meg_compile.compiler import compile
 from meg_compile.errors import MegError
 from meg_compile.explain.linears import find_linears
@@ -44,16 +42,6 @@ def num_pairs(program: Program) -> int:
     return sum(linear.role == "row" for linear in find_linears(program))
 
 
-def parallel_share(program: Program) -> float:
-    """Of the floating-point operations of a forward pass, those that the tp ranks share."""
-    layout, total, shared = program.choice.layout, 0, 0
-    for op in program.axes.ops.values():
-        work = op.work * prod(map(size_of, op.space or ()))
-        total += work
-        shared += work if any(map(layout.holds, op.space or ())) else 0
-    return shared / total
-
-
 def small_row(name: str, entry: Family | Style, say: Callable[[str], None]) -> str:
     about, errors = [], []
     for plan in PLANS:
@@ -66,7 +54,7 @@ def small_row(name: str, entry: Family | Style, say: Callable[[str], None]) -> s
         if not about:
             program, seconds = trial.program, time.process_time() - started
             sizes = len(find_linears(program)), num_pairs(program)
-            about = [*map(str, sizes), f"{parallel_share(program):.0%}", f"{seconds:.1f} s"]
+            about = [*map(str, sizes), f"{program.parallel_flops().share:.0%}", f"{seconds:.1f} s"]
         errors.append(f"{largest_error(trial.run()):.0e}")
     return "| " + " | ".join([name, *about, *errors]) + " |"
 
@@ -80,7 +68,8 @@ def full_row(name: str, family: Family, say: Callable[[str], None]) -> str:
         return f"| {name} | {_reason(error)} | | | | |"
     seconds, params = time.process_time() - started, program.params.values()
     sizes = [human_count(sum(p.numel for p in params)), human_count(max(_held(program, s) for s in range(2)))]
-    return f"| {name} | {' | '.join(sizes)} | {num_pairs(program)} | {parallel_share(program):.1%} | {seconds:.0f} s |"
+    share = program.parallel_flops().share
+    return f"| {name} | {' | '.join(sizes)} | {num_pairs(program)} | {share:.1%} | {seconds:.0f} s |"
 
 
 def _held(program: Program, stage: int) -> int:
