@@ -16,7 +16,7 @@ import meg_compile.axes.rules  # noqa: F401  (registers the rules)
 from meg_compile.axes.atoms import Dims, name, size_of
 from meg_compile.axes.op import Op, Rule, dims_like, each, rule_for
 from meg_compile.errors import Fault, MegError, Refused
-from meg_compile.graph.nodes import BOUND, in_source, operand
+from meg_compile.graph.nodes import BOUND, can_have_gradient, in_source, operand
 
 
 @dataclass(frozen=True)
@@ -104,4 +104,4 @@ def _at_fault(op: Op, rule: Rule, problem: str) -> Fault:
 
 def _has_gradient(val: Any) -> bool:
     values = val if isinstance(val, (list, tuple)) else [val]
-    return any(isinstance(v, torch.Tensor) and (v.is_floating_point() or v.is_complex()) for v in values)
+    return any(map(can_have_gradient, values))

@@ -62,6 +62,11 @@ def is_entry_by_entry(node: fx.Node) -> bool:
     return getattr(node.target, "is_entry_by_entry", False)
 
 
+def can_have_gradient(value: Any) -> bool:
+    """Whether a value is a tensor of numbers that autograd follows: real or complex ones."""
+    return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
+
+
 def attention_mask(node: fx.Node) -> fx.Node | None:
     """The mask of an attention, where it is a value of the graph."""
     found = node.args[3] if len(node.args) > 3 else node.kwargs.get("attn_mask")

@@ -16,7 +16,7 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from meg_compile.errors import CaptureError, Fault
-from meg_compile.graph.nodes import source_line
+from meg_compile.graph.nodes import can_have_gradient, source_line
 
 aten = torch.ops.aten
 GRAD = torch.ops.higher_order.wrap_with_set_grad_enabled
@@ -33,8 +33,7 @@ class _Opened:
 
     def read(self, node: fx.Node, enabled: bool) -> fx.Node:
         """A value as a region reads it; one detached copy of each, whatever the number of its readers."""
-        val = node.meta.get("val")
-        if enabled or node in self.without or not isinstance(val, torch.Tensor) or not val.is_floating_point():
+        if enabled or node in self.without or not can_have_gradient(node.meta.get("val")):
             return node
         if node not in self.detached:
             self.detached[node] = self.graph.call_function(aten.detach.default, (node,))
