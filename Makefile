@@ -18,7 +18,7 @@ run: $(READY)
 	$(BIN)/python run.py $(ARGS)
 
 test: $(READY)
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff format --check

@@ -55,11 +55,12 @@ def prepare(
         if faults:
             raise Refused([*faults, *error.faults]) from error
         raise
-    if faults:
-        raise Refused(faults)
     if config.train.check is None:
         small = sum(spec.numel for spec in program.params.values()) <= MAX_CHECKED_PARAMETERS
         config.train.check = small and not find_noise(program.captured.graph)
+        faults += unclear_faults(config, program)
+    if faults:
+        raise Refused(faults)
     return config, program
 
 
@@ -105,6 +106,16 @@ def coupling_faults(config: Config, program: Program) -> list[Fault]:
     problem = f"the loss couples the rows of a batch ({coupled}), and a micro-batch sees only its own"
     fix = f"use plan.dp=1 and train.micro_batch_size={config.train.global_batch_size}, the whole global batch"
     return [Fault("train.micro_batch_size", size, problem, fix)]
+
+
+def unclear_faults(config: Config, program: Program) -> list[Fault]:
+    """A loss whose rows may see each other, in more than one micro-batch, that no comparison would tell."""
+    unclear = program.units.unclear
+    if config.task != "train" or not unclear or config.num_microbatches * config.plan.dp == 1 or config.train.check:
+        return []
+    problem = f"whether the loss of a micro-batch sees only its own rows is not known: {unclear}"
+    fix = "use train.check=true to compare a step with the plain model first, or false to train all the same"
+    return [Fault("train.check", None, problem, fix)]
 
 
 def _vocabulary_faults(config: Config, program: Program, dataset: Any) -> list[Fault]:

@@ -43,6 +43,7 @@ def check(a: Architecture, plan: Plan, micro: int) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(0 if EXAMPLES else 1800)
 @pytest.mark.parametrize("first", range(8))
 def test_random_architectures(first):
     found = Counter()

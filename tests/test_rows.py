@@ -16,7 +16,7 @@ from meg_compile.errors import MegError, Refused
 from meg_compile.graph.capture import capture
 from meg_compile.passes.rows import judge
 from meg_compile.plan import Plan
-from meg_compile.prepare import coupling_faults
+from meg_compile.prepare import coupling_faults, unclear_faults
 from meg_compile.train.step import Trainer
 
 ROWS, WIDTH = 4, 8
@@ -215,6 +215,10 @@ def test_what_has_no_rule_is_said_to_be_unclear():
     program = compile_case(case(lambda z, y, keep: torch.linalg.svdvals(z[:, None] * z[:, :, None]).mean()), Plan(), 2)
     assert "linalg" in program.units.unclear and "not known" in program.explain(2)
     assert not program.units.coupled
+    (fault,) = unclear_faults(config(), program)
+    assert fault.key == "train.check" and "linalg" in fault.problem and "train.check=true" in fault.fix
+    assert not unclear_faults(config(train__check=True), program)
+    assert not unclear_faults(config(train__micro_batch_size=8), program)
 
 
 def test_weights_of_rows_that_are_no_count_are_an_error():

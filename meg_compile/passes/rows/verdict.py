@@ -19,7 +19,7 @@ from meg_compile.graph.nodes import base_name, source_line
 from meg_compile.passes.rows import rules, shapes  # noqa: F401  (registers the rules)
 from meg_compile.passes.rows.by_axes import by_axes
 from meg_compile.passes.rows.call import Call, rule_for
-from meg_compile.passes.rows.constants import constant, number
+from meg_compile.passes.rows.constants import COPIES, constant, number
 from meg_compile.passes.rows.rules import entry_by_entry
 from meg_compile.passes.rows.sort import of_sorted
 from meg_compile.passes.rows.state import Const, Couples, Part, Piece, Rows, Sorted, Total, Unclear
@@ -84,10 +84,16 @@ def _of_two_rows(
     except Exception:
         return otherwise
     verdict = judge(twice, lambda times: again(2 * times), value_of)
-    twin = dict(zip(twice.graph.nodes, captured.graph.nodes, strict=False))
-    if any(n.target != twin[n].target for n in twin) or len(twin) != len(captured.graph.nodes):
+    nodes, others = _without_copies(captured), _without_copies(twice)
+    if [n.target for n in nodes] != [n.target for n in others]:
         return verdict if verdict.coupled else Verdict(unclear="the model computes otherwise with two rows")
+    twin = dict(zip(others, nodes, strict=True))
     return replace(verdict, parts=tuple(part._replace(node=twin[part.node]) for part in verdict.parts))
+
+
+def _without_copies(captured: Captured) -> list[fx.Node]:
+    """What computes: one row may be a view of what two rows are a copy of."""
+    return [node for node in captured.graph.nodes if base_name(node.target) not in COPIES]
 
 
 def _walk(captured: Captured, value_of: ValueOf) -> _Walk:
