@@ -11,11 +11,12 @@ from torch import nn
 from meg_compile.axes.infer import Axes, infer
 from meg_compile.axes.layout import Layout, Shard, shard
 from meg_compile.errors import Fault, Refused
-from meg_compile.graph.capture import Captured, Loss, capture
+from meg_compile.graph.capture import Captured, Loss, capture, only_logits
 from meg_compile.models.loss import cross_entropy
 from meg_compile.passes.check import check_shapes
-from meg_compile.passes.choose import choose
+from meg_compile.passes.choose import Choice, choose
 from meg_compile.passes.context import share_context
+from meg_compile.passes.decode import decode
 from meg_compile.passes.dropout import draw_by_counters, find_draws
 from meg_compile.passes.in_place import in_place
 from meg_compile.passes.masks import fold_masks
@@ -23,7 +24,7 @@ from meg_compile.passes.partition import Stage, partition
 from meg_compile.passes.rows import judge
 from meg_compile.passes.sequence import shard_sequence
 from meg_compile.passes.tensor import tensor_parallel
-from meg_compile.passes.tokens import WHOLE, find_limits, sum_over_tokens
+from meg_compile.passes.tokens import WHOLE, Units, find_limits, sum_over_tokens
 from meg_compile.plan import Plan
 from meg_compile.program import ParamSpec, Program
 from meg_compile.runtime.init import from_module, record
@@ -68,18 +69,50 @@ def compile(
     draws = find_draws(axes)
     axes, parts = share_context(captured, axes, plan, units.tokens)
 
+    choice, stages, params = _parallel(captured, axes, plan)
+    program = Program(plan, fields, parts, stages, params, units, limits, draws, captured, axes, choice, source)
+    _refuse_replicas(program)
+    program.again = lambda inputs, training: compile(model, inputs, program.pinned, loss, dtype, dropout, training)
+    return program
+
+
+def compile_decoder(
+    model: nn.Module | Callable[[], nn.Module],
+    input_ids: torch.Tensor,
+    new: int,
+    plan: Plan,
+    dtype: torch.dtype | None = None,
+) -> Program:
+    """Compile a plain model of token ids for generation: from `new` tokens of each row to their logits, with a cache of
+    keys and values. `runtime.decoder.Decoder` runs it.
+
+    input_ids: an example [rows, total], as long as the longest text; `new` divides its length.
+    plan:      of tp, pp, vpp and dp; nothing else has a use here.
+
+    Refused for a model whose tokens see later ones, or that needs more than keys and values of earlier ones.
+    """
+    module, source = (model, from_module(model)) if isinstance(model, nn.Module) else record(model)
+    if dtype is not None and not isinstance(model, nn.Module):
+        module = module.to(dtype)
+    captured = capture(module, {"input_ids": input_ids}, only_logits, source.value, training=False)
+    fold_masks(captured, source.value)
+    limits = find_limits(captured.graph)
+    axes = decode(captured, infer(captured.graph, captured.tensors), new, source.value)
+
+    choice, stages, params = _parallel(captured, axes, plan)
+    fields = {name: ids[:, :new] for name, ids in captured.examples().items()}
+    return Program(plan, fields, {}, stages, params, Units(), limits, [], captured, axes, choice, source)
+
+
+def _parallel(captured: Captured, axes: Axes, plan: Plan) -> tuple[Choice, list[Stage], dict[str, ParamSpec]]:
+    """A graph of known axes on the ranks of tp and the stages of pp."""
     choice = choose(axes, plan, captured.aliases)
     sequence = shard_sequence(axes, choice.layout, plan)
     parallel = tensor_parallel(captured.graph, axes, choice.layout, sequence)
     check_shapes(parallel.graph, plan, _on_meta(captured, axes, choice.layout))
     in_place(parallel.graph)
     stages = partition(parallel.graph, plan)
-
-    params = _specify(captured, axes, choice.layout, stages, parallel.partial)
-    program = Program(plan, fields, parts, stages, params, units, limits, draws, captured, axes, choice, source)
-    _refuse_replicas(program)
-    program.again = lambda inputs, training: compile(model, inputs, program.pinned, loss, dtype, dropout, training)
-    return program
+    return choice, stages, _specify(captured, axes, choice.layout, stages, parallel.partial)
 
 
 def _repeated(inputs: dict[str, torch.Tensor], times: int) -> dict[str, torch.Tensor]:

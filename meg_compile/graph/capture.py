@@ -34,6 +34,11 @@ from meg_compile.graph.untouched import untouched
 Loss = Callable[..., torch.Tensor]
 
 
+def only_logits(logits: torch.Tensor) -> torch.Tensor:
+    """Stands for the loss where a model is captured for its logits."""
+    return logits
+
+
 @dataclass
 class Captured:
     """A captured training step, forward and loss.
@@ -74,6 +79,8 @@ class _Step(nn.Module):
     def forward(self, *values: torch.Tensor) -> torch.Tensor:
         batch = dict(zip(self.fields, values, strict=True))
         out = self.model(**{param: batch[name] for name, param in self.binding.items()})
+        if self.loss is only_logits:
+            return only_logits(find_logits(out))
         found = find_loss(out)
         if found is not None:
             return found
@@ -91,6 +98,7 @@ def capture(
 ) -> Captured:
     """Capture a model with its loss. CaptureError names the user's source line and what stopped it.
 
+    loss: `only_logits` to capture the model for these; the output is then [rows, ..., V].
     training: the mode that the model is captured in.
     value_of: the real value of a tensor on meta that the model holds outside its parameters and buffers.
     The model is left as it was.
@@ -123,6 +131,7 @@ def capture(
             if any(_mutates(node) for node in program.graph.nodes):
                 program = program.run_decompositions({})
             _refuse_effects(program)
+            _refuse_output(program, loss)
     except CaptureError:
         raise
     except Exception as error:
@@ -200,10 +209,18 @@ def _refuse_effects(program: torch.export.ExportedProgram) -> None:
         if isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool)):
             problem = "takes a number out of a tensor (.item(), int(), an index), which is known only when it runs"
             raise CaptureError(Fault(source_line(node) or "forward", None, problem, "compute with the tensor itself"))
+
+
+def _refuse_output(program: torch.export.ExportedProgram, loss: Loss | None) -> None:
+    """CaptureError for a loss that is not one number, and for logits that are none of a sequence."""
     output = next(n for n in reversed(program.graph.nodes) if n.op == "output")
-    loss = output.all_input_nodes[-1].meta["val"] if output.all_input_nodes else None
-    if not isinstance(loss, torch.Tensor) or loss.dim() != 0 or not loss.is_floating_point():
-        shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
+    value = output.all_input_nodes[-1].meta["val"] if output.all_input_nodes else None
+    shape = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+    is_number = isinstance(value, torch.Tensor) and value.is_floating_point()
+    if loss is only_logits:
+        if not is_number or len(shape) != 3:
+            raise CaptureError(Fault("logits", shape, "are not [rows, tokens, vocabulary]", "return the logits first"))
+    elif not is_number or shape:
         raise CaptureError(Fault("loss", shape, "is not one floating-point number", "reduce it, as by .mean()"))
 
 

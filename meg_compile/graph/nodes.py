@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import fx
 
-TP, CP, RNG, LATER = "tp_group", "cp_group", "shard_rng", "later"
-BOUND = (TP, CP, RNG, LATER)
-"""get_attr nodes that are no tensors: bound to a rank's groups, its ShardRng and the weight gradients that its stage
-leaves for later, when it materialises the graph."""
+TP, CP, RNG, LATER, DECODING = "tp_group", "cp_group", "shard_rng", "later", "decoding"
+BOUND = (TP, CP, RNG, LATER, DECODING)
+"""get_attr nodes that are no tensors: bound to a rank's groups, its ShardRng, the weight gradients that its stage
+leaves for later and where decoding stands, when it materialises the graph."""
 
 PRODUCTS = {"linear", "mm", "addmm", "bmm", "baddbmm", "matmul", "einsum"}
 """Operators whose gradient for one operand needs another operand."""

@@ -14,7 +14,8 @@ from torch import fx
 from meg_compile.axes.atoms import Dims
 from meg_compile.errors import MegError
 from meg_compile.graph.clean import retarget
-from meg_compile.graph.nodes import CP, RNG, TP
+from meg_compile.graph.nodes import CP, DECODING, RNG, TP
+from meg_compile.ops.decoding import Decoding
 from meg_compile.ops.group import Group
 from meg_compile.plan import Plan
 
@@ -27,7 +28,7 @@ def check_shapes(graph: fx.Graph, plan: Plan, tensors: dict[str, torch.Tensor]) 
     tensors: the local parameters and buffers, on meta. MegError for a shape that the axes do not predict.
     """
     retarget(graph, META)
-    root: dict[str, Any] = {**tensors, TP: Group(plan.tp), CP: Group(plan.cp), RNG: None}
+    root: dict[str, Any] = {**tensors, TP: Group(plan.tp), CP: Group(plan.cp), RNG: None, DECODING: Decoding(0)}
     inputs = [_local_input(node) for node in graph.nodes if node.op == "placeholder"]
     with torch.no_grad():
         _Trial(root, graph).run(*inputs)

@@ -36,6 +36,7 @@ from meg_compile.ops.collectives import (
     reduce_from_tp,
     scatter_from_tp,
 )
+from meg_compile.ops.decoding import gather_logits
 from meg_compile.ops.dropout import sharded_attention, sharded_dropout
 from meg_compile.ops.vocabulary import vocab_cross_entropy, vocab_embedding
 from meg_compile.passes.dropout import places
@@ -202,6 +203,8 @@ class _Rewriter:
             )
         if op.classes is not None and self.layout.holds(op.classes):
             num_classes = size_of(op.classes)
+            if op.name == "all_logits":
+                return lambda x: (gather_logits, (x, self.bind(TP), num_classes), {})
             return lambda x, target, weight=None, reduction=1, ignore_index=-100, *_: (
                 vocab_cross_entropy,
                 (x, target, self.bind(TP), num_classes, reduction, ignore_index),

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 from meg_compile.errors import MegError
-from meg_compile.graph.nodes import CP, RNG, TP
+from meg_compile.graph.nodes import CP, DECODING, RNG, TP
+from meg_compile.ops.decoding import Decoding
 from meg_compile.ops.dropout import ShardRng
 from meg_compile.ops.group import Group
 from meg_compile.passes.context import take_parts
@@ -43,6 +44,7 @@ class Executor:
         seed: int = 0,
         tensors: dict[str, torch.Tensor] | None = None,
         compiled: bool = False,
+        decoding: Decoding | None = None,
     ):
         self.program, self.groups, self.device = program, groups, device
         at = groups.coords
@@ -59,7 +61,7 @@ class Executor:
         tp = Group(program.plan.tp, at.tp, groups.tp)
         rng = ShardRng(seed + 7919 * (1 + groups.rank), device)
         self.cp = Group(program.plan.cp, at.cp, groups.cp)
-        bound = {TP: tp, CP: self.cp, RNG: rng}
+        bound = {TP: tp, CP: self.cp, RNG: rng, DECODING: decoding}
         read = whole | {f"{COPY}{name}": copy for name, copy in self.copies.items()}
         self.modules: list[StageModule] = [bind(s, program.plan, read, bound, device, compiled) for s in self.stages]
         self.shards = self._shard(whole) if self.split else None
@@ -141,13 +143,17 @@ class Executor:
         num = self._num_micro_batches(batch)
         if num not in self._runs:
             self._runs[num] = self._schedule(num)
-        if self.copies:
-            with torch.no_grad():
-                torch._foreach_copy_(list(self.copies.values()), [self.tensors[name] for name in self.copies])
+        self.copy()
         if self.shards:
             self.shards.begin()
         batch = take_parts({n: v.to(self.device) for n, v in batch.items()}, self.program.parts, self.cp)
         return self._runs[num](batch, scale, backward)
+
+    def copy(self) -> None:
+        """Bring the half-precision copies up to date with the weights; a run does so itself."""
+        if self.copies:
+            with torch.no_grad():
+                torch._foreach_copy_(list(self.copies.values()), [self.tensors[name] for name in self.copies])
 
     def _num_micro_batches(self, batch: Batch) -> int:
         return next(iter(batch.values())).shape[0] // self.program.micro_batch_size

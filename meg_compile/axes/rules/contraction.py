@@ -149,11 +149,21 @@ def exact_attention(
 def context_attention(
     op: Op, q: Dims, k: Dims, v: Dims, mask: Dims | None, causal: bool, scale: float | None, gqa: bool, *draw: Any
 ) -> Dims:
+    out = cached_attention(op, q, k, v, mask, causal, scale, gqa)
+    assert op.space is not None
+    op.drawn = Dims(op.space[:-1]) if len(draw) > 1 else None
+    return out
+
+
+@rule("cached_attention")
+def cached_attention(
+    op: Op, q: Dims, k: Dims, v: Dims, mask: Dims | None, causal: bool, scale: float | None, gqa: bool, *at: Any
+) -> Dims:
+    """With a mask of all positions, of which keys and values are a part."""
     out = attention(op, q, k, v, None, 0.0, causal, scale=scale, enable_gqa=gqa)
     assert op.space is not None
     if mask is not None:
         broadcast(Dims(mask[:-2]), Dims(op.space[:-3]))
         op.whole(mask[-2] + mask[-1], "is of all positions")
         op.operands.append(mask)
-    op.drawn = Dims(op.space[:-1]) if len(draw) > 1 else None
     return out

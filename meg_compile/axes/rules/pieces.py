@@ -28,8 +28,8 @@ def glu(op: Op, x: Dims, dim: int = -1) -> Dims:
     return x.put(dim, left)
 
 
-@rule("context_part")
-def context_part(op: Op, x: Dims, cp: None, places: list[list[tuple[int, bool]]]) -> Dims:
+@rule("context_part", "newest_part")
+def part_of_sequence(op: Op, x: Dims, which: None, places: list[list[tuple[int, bool]]], *_: int) -> Dims:
     sizes = op.val.shape
     return Dims(dim if size_of(dim) == n else op.new_whole(n, "cuts it") for dim, n in zip(x, sizes, strict=True))
 

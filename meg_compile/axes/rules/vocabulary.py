@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from meg_compile.axes.atoms import Dims, name
+from meg_compile.axes.atoms import Dims, name, size_of
 from meg_compile.axes.op import Op, rule
 from meg_compile.axes.rules.elementwise import broadcast
 
@@ -41,3 +41,11 @@ def cross_entropy(
     op.classes = x[c]
     name(x[c], "vocab")
     return Dims() if reduction else target
+
+
+@rule("all_logits")
+def all_logits(op: Op, x: Dims) -> Dims:
+    """Whole on every rank, of a vocabulary that may be shared out."""
+    op.classes = x[-1]
+    name(x[-1], "vocab")
+    return x.put(-1, op.new_whole(size_of(x[-1]), "gathers it"))
