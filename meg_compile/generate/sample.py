@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from meg_compile.ops.counted import row_keys
+from meg_compile.ops.counted import mix, row_keys
 
 
 @dataclass(frozen=True)
@@ -26,19 +26,18 @@ class Sampling:
         if self.temperature == 0:
             return logits.argmax(-1)
         scores = logits.double().cpu() / self.temperature
-        ordered, ids = scores.sort(-1, descending=True, stable=True)
+        ordered, ids = scores.sort(dim=-1, descending=True, stable=True)
         chances = ordered.softmax(-1)
         if self.top_k is not None:
             chances[..., self.top_k :] = 0
         if self.top_p is not None:  # the first is always kept
             chances[chances.cumsum(-1) - chances >= self.top_p * chances.sum(-1, keepdim=True)] = 0
         bounds = chances.cumsum(-1)
-        draws = row_keys(self.seed, position, texts)[:, 0] + row_keys(self.seed, position, texts)[:, 1]
-        uniform = (_unsigned(draws) * bounds[:, -1]).unsqueeze(-1)
+        uniform = (_uniform(mix(row_keys(self.seed, position, texts).sum(-1))) * bounds[:, -1]).unsqueeze(-1)
         at = torch.searchsorted(bounds, uniform, right=True).clamp(max=bounds.shape[-1] - 1)
         return ids.gather(-1, at).squeeze(-1).to(logits.device)
 
 
-def _unsigned(hashed: torch.Tensor) -> torch.Tensor:
-    """Numbers in [0, 1) of int64 hashes."""
+def _uniform(hashed: torch.Tensor) -> torch.Tensor:
+    """int64 hashes as numbers in [0, 1)."""
     return ((hashed >> 11) & (2**53 - 1)).double() / 2**53

@@ -26,24 +26,25 @@ from meg_compile.passes.sequence import find_sequences
 from meg_compile.passes.values import ValueOf, find_value
 from meg_compile.plan import Plan
 
-FIX = "generate with a model whose tokens see earlier ones alone, and these through scaled_dot_product_attention alone"
+FIX = "use a causal model whose attention is torch's scaled_dot_product_attention"
 
 
 def decode(captured: Captured, axes: Axes, new: int, value_of: ValueOf) -> Axes:
     """Rewrites the captured graph for `new` tokens at a time, which divide the captured length; its axes.
 
-    Refused, with each operator that stands in the way, for a model whose logits need more than a cache of keys and
-    values.
+    Refused, with the first operator that stands in the way, for a model whose logits need more than a cache of keys
+    and values.
     """
     sequences = find_sequences(axes)
     (ids,) = (n for n in captured.graph.nodes if n.op == "placeholder")
     total = ids.meta["val"].shape[1]
     if {a.size for a in sequences} != {total}:
-        problem = f"the model is none over {total} tokens: it has sequences of {sorted({a.size for a in sequences})}"
+        found = ", ".join(str(size) for size in sorted({a.size for a in sequences})) or "none"
+        problem = f"{total} tokens go in, and the sequences that were found are of {found}"
         raise Refused(Fault("task", "generate", problem, FIX))
     layout = Layout(total // new, sequences)
-    if faults := _faults(captured, axes, layout, value_of):
-        raise Refused(faults)
+    if (fault := _in_the_way(captured, axes, layout, value_of)) is not None:
+        raise Refused(fault)
     graph = captured.graph = on_parts(captured.graph, axes, layout, _cached(new))
     output = next(n for n in reversed(graph.nodes) if n.op == "output")
     logits = operand(output, 0)
@@ -67,8 +68,7 @@ def _cached(new: int) -> Parts:
     return Parts(DECODING, part, attention)
 
 
-def _faults(captured: Captured, axes: Axes, layout: Layout, value_of: ValueOf) -> list[Fault]:
-    faults = []
+def _in_the_way(captured: Captured, axes: Axes, layout: Layout, value_of: ValueOf) -> Fault | None:
     for node, op in axes.ops.items():
         if node.op != "call_function" or op.constant:
             continue
@@ -76,8 +76,8 @@ def _faults(captured: Captured, axes: Axes, layout: Layout, value_of: ValueOf) -
         if why is None and op.attends is not None and layout.touches(op.shapes()):
             why = _looks_ahead(captured, op, value_of)
         if why is not None:
-            faults.append(Fault("task", "generate", f"{op.name}{in_source(node)} {why}", FIX))
-    return list(dict.fromkeys(faults))[:5]
+            return Fault("task", "generate", f"{op.name}{in_source(node)} {why}", FIX)
+    return None
 
 
 def _looks_ahead(captured: Captured, op: Op, value_of: ValueOf) -> str | None:

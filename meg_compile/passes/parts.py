@@ -25,7 +25,8 @@ Call = tuple[Any, tuple, dict]
 
 class Parts(NamedTuple):
     """bound:     the name of what says, when the graph runs, which part it is.
-    part:      the call that takes it, for (a whole value, bound, for each of its dims the (size, is a sequence) of its axes).
+    part:      the call that takes it, for a whole value, bound, and for each of the value's dims the (size, is a
+               sequence) of its axes.
     attention: the call for (op, bound, args, kwargs): attention of a part's queries over what they may see.
     dropout:   (op) -> one more argument for what draws a mask.
     """
