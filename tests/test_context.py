@@ -23,7 +23,7 @@ REFUSED = {
     "alibi": r"matmul \(zoo_layers.py:\d+\) relates positions to positions",
     "argmax": r"argmax \(zoo_models.py:\d+\) has no rule, so it is taken to need the whole sequence; add one",
     "class_token": r"select \(zoo_models.py:\d+\) needs the whole sequence",
-    "conv_stem": "no sequence of tokens was found",
+    "conv_stem": "no sequence was found: no operator looks up tokens of the batch",
     "extra_term": "the loss is not a cross entropy over tokens",
     "mixer": r"linear \(zoo_layers.py:\d+\) needs the whole sequence",
     "own_loss_dict": r"slice \(zoo_models.py:\d+\) needs the whole sequence",

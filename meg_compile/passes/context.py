@@ -22,7 +22,7 @@ from meg_compile.ops.group import Group, own_chunks
 from meg_compile.passes.check import check_shapes
 from meg_compile.passes.dropout import places
 from meg_compile.passes.parts import Call, Parts, arguments_of_attention, on_parts, stands_in_the_way
-from meg_compile.passes.sequence import Sequence, find_sequences
+from meg_compile.passes.sequence import Sequence, find_sequences, why_not_found
 from meg_compile.plan import Plan
 
 Fields = dict[str, tuple[int, int]]
@@ -66,7 +66,7 @@ def _shared(axes: Axes, layout: Layout) -> Parts:
 
 def _faults(axes: Axes, layout: Layout, plan: Plan, sums_tokens: bool) -> list[Fault]:
     if not layout.sharded:
-        return [Fault("plan.cp", plan.cp, "no sequence of tokens was found in the data", "use plan.cp=1")]
+        return [Fault("plan.cp", plan.cp, why_not_found(axes), "use plan.cp=1")]
     uneven = sorted({a.size for a in layout.sharded if a.size % (2 * plan.cp)})
     if uneven:
         problem = f"a sequence of {uneven[0]} does not divide into 2 x {plan.cp} chunks"

@@ -22,7 +22,7 @@ from meg_compile.graph.nodes import DECODING, attention_mask, in_source, operand
 from meg_compile.ops.decoding import all_logits, cached_attention, newest_part
 from meg_compile.passes.check import check_shapes
 from meg_compile.passes.parts import Call, Parts, arguments_of_attention, on_parts, stands_in_the_way
-from meg_compile.passes.sequence import find_sequences
+from meg_compile.passes.sequence import find_sequences, why_not_found
 from meg_compile.passes.values import ValueOf, find_value
 from meg_compile.plan import Plan
 
@@ -39,8 +39,8 @@ def decode(captured: Captured, axes: Axes, new: int, value_of: ValueOf) -> Axes:
     (ids,) = (n for n in captured.graph.nodes if n.op == "placeholder")
     total = ids.meta["val"].shape[1]
     if {a.size for a in sequences} != {total}:
-        found = ", ".join(str(size) for size in sorted({a.size for a in sequences})) or "none"
-        problem = f"{total} tokens go in, and the sequences that were found are of {found}"
+        found = ", ".join(str(size) for size in sorted({a.size for a in sequences}))
+        problem = f"{total} tokens go in, and sequences of {found} were found" if found else why_not_found(axes)
         raise Refused(Fault("task", "generate", problem, FIX))
     layout = Layout(total // new, sequences)
     if (fault := _in_the_way(captured, axes, layout, value_of)) is not None:

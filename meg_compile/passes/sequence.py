@@ -50,7 +50,7 @@ def shard_sequence(axes: Axes, layout: Layout, plan: Plan) -> Sequence:
     found = find_sequences(axes)
     uneven = sorted({a.size for a in found if a.size % plan.tp})
     if uneven or not found:
-        problem = f"plan.tp={plan.tp} does not divide the sequence of {uneven[0]}" if uneven else _not_found(axes)
+        problem = f"plan.tp={plan.tp} does not divide the sequence of {uneven[0]}" if uneven else why_not_found(axes)
         fix = f"use a data.seq_len that {plan.tp} divides, or plan.sp=false" if uneven else "use plan.sp=false"
         raise Refused(Fault("plan.sp", plan.sp, problem, fix))
     sequence = Sequence(Layout(layout.tp, layout.sharded | found), found, frozenset())
@@ -65,7 +65,7 @@ def find_sequences(axes: Axes) -> frozenset[Atom]:
     return frozenset(a for a in found if a is not None and a not in rows)
 
 
-def _not_found(axes: Axes) -> str:
+def why_not_found(axes: Axes) -> str:
     """Why no sequence was found: nothing looks tokens up, or what cuts or joins their positions, and where."""
     lookups = [op for op in axes.ops.values() if op.lookup is not None and not op.constant]
     lookups = [op for op in lookups if not axes.ops[operand(op.node, 1)].constant]
