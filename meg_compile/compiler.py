@@ -76,7 +76,7 @@ def compile(
     stages = partition(parallel.graph, plan)
 
     params = _specify(captured, axes, choice.layout, stages, parallel.partial)
-    program = Program(plan, fields, parts, stages, params, units, limits, draws, captured, axes, choice, source)
+    program = Program(plan, fields, parts, stages, params, units, limits, draws, captured, axes, choice, module, source)
     _refuse_replicas(program)
     program.again = lambda inputs, training: compile(model, inputs, program.pinned, loss, dtype, dropout, training)
     return program
