@@ -41,8 +41,7 @@ def causal_lm_from_hf(path: str | None) -> nn.Module:
         raise Refused(Fault(KEY, folder, problem, "pip install transformers")) from error
     kind = config.get("model_type")
     try:
-        settings: Any = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        settings.use_cache = False
+        settings = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         model = AutoModelForCausalLM.from_config(settings, trust_remote_code=False)
     except ValueError as error:
         problem = f"transformers has no causal language model of model_type={kind}: {error}"

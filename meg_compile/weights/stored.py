@@ -18,6 +18,7 @@ from meg_compile.weights import gpt2, theirs
 from meg_compile.weights.files import KEY, Entry, read_config, read_headers
 
 Wanted: TypeAlias = Callable[[str], Callable[[Tensor], Tensor] | None]
+OWN_NAMES = "safetensors.torch.save_model(MODEL.from_pretrained(FOLDER), FILE), init.path=FILE model.path=FOLDER"
 FLOATS = ("F64", "F32", "F16", "BF16")
 
 
@@ -121,6 +122,8 @@ def _differences(
     name_it = "name the model whose weights they are, and its sizes"
     if gpt2.is_ours(program.model):
         name_it = "give the model their sizes, or use model=gpt2_from_hf with a folder of transformers"
+    elif theirs.is_theirs(program.model):
+        name_it += f"; if transformers renames them as it opens them, give a file of its own names: {OWN_NAMES}"
     found = (
         ("these weights of the model are not in it", _listed(missing), name_it),
         ("it holds what the model does not have", _listed(unexpected), name_it),
