@@ -70,7 +70,7 @@ def compile(
     axes, parts = share_context(captured, axes, plan, units.tokens)
 
     choice, stages, params = _parallel(captured, axes, plan)
-    program = Program(plan, fields, parts, stages, params, units, limits, draws, captured, axes, choice, source)
+    program = Program(plan, fields, parts, stages, params, units, limits, draws, captured, axes, choice, module, source)
     _refuse_replicas(program)
     program.again = lambda inputs, training: compile(model, inputs, program.pinned, loss, dtype, dropout, training)
     return program
@@ -101,7 +101,7 @@ def compile_decoder(
 
     choice, stages, params = _parallel(captured, axes, plan)
     fields = {name: ids[:, :new] for name, ids in captured.examples().items()}
-    return Program(plan, fields, {}, stages, params, Units(), limits, [], captured, axes, choice, source)
+    return Program(plan, fields, {}, stages, params, Units(), limits, [], captured, axes, choice, module, source)
 
 
 def _parallel(captured: Captured, axes: Axes, plan: Plan) -> tuple[Choice, list[Stage], dict[str, ParamSpec]]:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from meg_compile.config import Config, from_dict, load, save
 from meg_compile.errors import Exited, Fault, MegError, Refused
-from meg_compile.prepare import build_dataset, build_model, compile_program, loss_of, prepare
+from meg_compile.prepare import build_dataset, compile_program, loss_of, plain_model, prepare, starting_weights
 from meg_compile.program import Program
 from meg_compile.runtime.executor import Executor
 from meg_compile.runtime.groups import Groups, init_groups
@@ -174,7 +174,7 @@ def loaded_program(config: Config, groups: Groups, device: torch.device, dataset
             return program, executor
     program = compile_program(config, dataset)
     executor = Executor(program, groups, device, config.train.seed, compiled=config.compile)
-    executor.load()
+    executor.load(starting_weights(config, program))
     executor.seed(config.train.seed)
     return program, executor
 
@@ -190,8 +190,8 @@ def compare(
     with off or nullcontext():
         program = compile_program(config, dataset)
         executor = Executor(program, groups, device, config.train.seed, compiled=config.compile)
-        executor.load()
-        factory, loss = (lambda: build_model(config)), loss_of(config)
+        executor.load(starting_weights(config, program))
+        factory, loss = (lambda: plain_model(config, program)), loss_of(config)
         report = verify(config, program, executor, groups, factory, loss, dataset, steps=steps, update=update)
     return report, program, executor, off is None or off.num_switched_off == 0
 

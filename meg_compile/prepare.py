@@ -17,10 +17,12 @@ from meg_compile.eject import eject_faults
 from meg_compile.errors import Fault, Refused
 from meg_compile.passes.dropout import find_noise
 from meg_compile.passes.labels import shifts_labels
+from meg_compile.passes.tokens import HALVES
 from meg_compile.program import Program
 from meg_compile.runtime.world import World
 from meg_compile.train.batches import DTYPES, batches_of
 from meg_compile.train.rows import example
+from meg_compile.weights import Stored, fill, stored_weights
 
 # A model of up to this many parameters is compared with the plain one before training, unless told otherwise.
 MAX_CHECKED_PARAMETERS = 10_000_000
@@ -47,6 +49,7 @@ def prepare(
     try:
         dataset = None if config.task in ALONE else build_dataset(config)
         program = compile_program(config, dataset)
+        faults += _weight_faults(config, program)
         faults += coupling_faults(config, program) + _vocabulary_faults(config, program, dataset)
         faults += label_faults(config, program, dataset)
         faults += _block_faults(config, program) + _noise_faults(config, program)
@@ -152,6 +155,15 @@ def label_faults(config: Config, program: Program, dataset: Any) -> list[Fault]:
     return [Fault("data._target_", config.data.target, problem, fix)]
 
 
+def _weight_faults(config: Config, program: Program) -> list[Fault]:
+    """Starting weights that are not there, or not the model's."""
+    try:
+        starting_weights(config, program, check=True)
+    except Refused as error:
+        return [*error.faults]
+    return []
+
+
 def _block_faults(config: Config, program: Program) -> list[Fault]:
     """A block to explain that the model does not have."""
     block, blocks = config.explain.block, sum(len(stage.layers) for stage in program.stages)
@@ -182,6 +194,18 @@ def build_model(config: Config) -> nn.Module:
         problem = f"made a {type(model).__name__}, not a torch.nn.Module"
         raise Refused(Fault("model._target_", config.model.target, problem, "name a class of models"))
     return model
+
+
+def starting_weights(config: Config, program: Program, check: bool = False) -> Stored | None:
+    """The weights that `init.path` names; None for those that the model draws. check: Refused where they do not fit."""
+    return stored_weights(config.init.path, program, check) if config.init.path is not None else None
+
+
+def plain_model(config: Config, program: Program) -> nn.Module:
+    """The plain model with its starting weights, in the dtype that trains them."""
+    model, weights = build_model(config), starting_weights(config, program)
+    dtype = DTYPES[config.precision]
+    return fill(model.to(torch.float32 if dtype in HALVES else dtype), weights) if weights else model
 
 
 def loss_of(config: Config) -> Callable[[Tensor, Tensor], Tensor]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 
 from meg_compile.axes.infer import Axes
 from meg_compile.axes.layout import Shard
@@ -83,13 +84,13 @@ class ParamSpec:
     def local_numel(self) -> int:
         return torch.Size(self.local_shape).numel()
 
-    def slice(self, whole: torch.Tensor, tp_rank: int) -> torch.Tensor:
-        """A tp rank's part of a whole tensor, as a new tensor."""
-        return self.shards[tp_rank].slice(whole)
+    def slice(self, whole: torch.Tensor, tp_rank: int, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        """A tp rank's part of a whole tensor, or its rows from `start` to `stop`, as a new tensor."""
+        return self.shards[tp_rank].slice(whole, start, stop)
 
-    def place(self, part: torch.Tensor, tp_rank: int, whole: torch.Tensor) -> None:
-        """Write a tp rank's part where it belongs in a whole tensor."""
-        self.shards[tp_rank].place(part, whole)
+    def place(self, part: torch.Tensor, tp_rank: int, whole: torch.Tensor, start: int = 0) -> None:
+        """Write a tp rank's part, or its rows from `start` on, where they belong in a whole tensor."""
+        self.shards[tp_rank].place(part, whole, start)
 
 
 @dataclass
@@ -106,6 +107,7 @@ class Program:
     draws:            of every dropout, in the order in which the model calls them: where the axes of a whole value lie,
                       and whether each row of the batch draws its own mask.
     captured, axes, choice:  what the stages were made from, for explanations.
+    model:            the plain model as it was compiled, on meta where it was built for that.
     source:           the starting weights; None for a model that was given on meta.
     again:            compiles the same model for other inputs, in training or evaluation mode, with the same cut.
     """
@@ -121,6 +123,7 @@ class Program:
     captured: Captured
     axes: Axes
     choice: Choice
+    model: nn.Module = field(repr=False)
     source: Source | None = field(default=None, repr=False)
     again: Callable[[dict[str, torch.Tensor], bool], Program] | None = field(default=None, repr=False)
 

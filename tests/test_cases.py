@@ -17,8 +17,8 @@ from meg_compile.errors import CaptureError, Refused
 from meg_compile.ops.collectives import reduce_from_tp
 from meg_compile.plan import Plan
 from meg_compile.train.batches import Batches, checksum
-from meg_compile.train.export import export
 from meg_compile.train.step import Trainer
+from meg_compile.weights import save_file
 
 EXACT = {"rel": 1e-9, "abs": 1e-10}
 
@@ -107,7 +107,7 @@ def test_padding_of_a_vocabulary_enters_nothing(tp, pp, tmp_path):
 
     def shape(program, executor, groups):
         first = groups.rank == 0
-        export(program.params, executor.gather("value"), tmp_path / "model.safetensors" if first else None)
+        save_file(program.params, executor.gather("value"), tmp_path / "model.safetensors" if first else None)
 
     on_ranks(config(plan__tp=tp, plan__pp=pp), shape, models.ZeroHeadGPT, data)
     saved = load_file(tmp_path / "model.safetensors")

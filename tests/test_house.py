@@ -18,6 +18,7 @@ LAYERS = [
     {"train"},
     {"compiler"},
     {"runtime"},
+    {"weights"},
     {"program"},
     {"eject"},
     {"explain", "report"},

@@ -18,9 +18,9 @@ from training import config, on_ranks
 
 from meg_compile.errors import MegError
 from meg_compile.models.loss import cross_entropy
-from meg_compile.train.export import export
 from meg_compile.train.log import RunLog
 from meg_compile.train.loop import train
+from meg_compile.weights import save_file
 
 PLANS = {
     "1": {},
@@ -191,7 +191,7 @@ def test_export_of_several_dtypes_and_an_empty_tensor(tmp_path):
         "e": torch.randn(3, dtype=torch.float64),
     }
     specs = {n: SimpleNamespace(shape=t.shape, held=t.dtype, aliases=(), persistent=True) for n, t in tensors.items()}
-    export(specs, tensors.items(), tmp_path / "w.safetensors")
+    save_file(specs, tensors.items(), tmp_path / "w.safetensors")
     loaded = load_file(tmp_path / "w.safetensors")
     assert loaded.keys() == tensors.keys()
     for name, tensor in tensors.items():

@@ -58,7 +58,8 @@ def config(**changes: Any) -> Config:
         | {"loss_scale": None, "check": False},
         "verify": {"steps": 3, "tolerance": None},
         "launch": {"nproc": None, "device": "cpu", "threads": 1},
-        "export": {"path": None},
+        "init": {"path": None},
+        "export": {"path": None, "dtype": "held", "max_shard_gb": 5.0},
         "explain": {"block": 0},
     }
     for key, value in changes.items():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -74,26 +74,32 @@ class Shard:
     local_shape: tuple[int, ...]
     runs: tuple[tuple[int, tuple[Run, ...]], ...]
 
-    def slice(self, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a whole tensor, as a new tensor; padding is zero."""
-        part = whole
-        for dim, runs in self.runs:
-            part = torch.cat([part.narrow(dim, start, length) for start, length in runs], dim)
-        if part.shape == self.local_shape:
-            return part.clone() if part is whole else part
-        padded = whole.new_zeros(self.local_shape)
-        padded[tuple(slice(n) for n in part.shape)] = part
-        return padded
+    def slice(self, whole: torch.Tensor, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        """This rank's part of a whole tensor, or its rows from `start` to `stop`, as a new tensor; padding is zero."""
+        shape = list(self.local_shape)
+        if shape:
+            shape[0] = max((shape[0] if stop is None else stop) - start, 0)
+        part = whole.new_zeros(shape)
+        for mine, theirs in self._pairs(part, whole, start):
+            mine.copy_(theirs)
+        return part
 
-    def place(self, part: torch.Tensor, whole: torch.Tensor) -> None:
-        """Write this rank's part, less its padding, where it belongs in the whole tensor."""
-        index = tuple(_index(self, dim) for dim in range(len(self.shape)))
-        counts = tuple(len(i) for i in index)
-        part = part[tuple(slice(n) for n in counts)]
-        if counts == self.shape:
-            whole.copy_(part)
-        else:
-            whole[torch.meshgrid(*index, indexing="ij")] = part.to(whole.dtype)
+    def place(self, part: torch.Tensor, whole: torch.Tensor, start: int = 0) -> None:
+        """Write this rank's part, or its rows from `start` on, less padding, where they belong in the whole tensor."""
+        for mine, theirs in self._pairs(part, whole, start):
+            theirs.copy_(mine)
+
+    def _pairs(self, part: torch.Tensor, whole: torch.Tensor, start: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Views of the part's rows, which begin at `start`, beside those of the whole that have the same entries."""
+        if not self.shape:
+            return [(part.view(()), whole)]
+        pairs = [(part, whole)]
+        runs = {0: ((0, self.shape[0]),), **dict(self.runs)}
+        for dim, at_whole in runs.items():
+            first, last = (start, start + len(part)) if dim == 0 else (0, self.local_shape[dim])
+            spans = list(_spans(at_whole, first, last))
+            pairs = [(p.narrow(dim, at, n), w.narrow(dim, there, n)) for p, w in pairs for at, there, n in spans]
+        return pairs
 
 
 def shard(layout: Layout, dims: Dims, tp_rank: int) -> Shard:
@@ -104,9 +110,14 @@ def shard(layout: Layout, dims: Dims, tp_rank: int) -> Shard:
     )
 
 
-def _index(part: Shard, dim: int) -> torch.Tensor:
-    runs = dict(part.runs).get(dim, ((0, part.shape[dim]),))
-    return torch.cat([torch.arange(start, start + length) for start, length in runs])
+def _spans(runs: Iterable[Run], first: int, last: int) -> Iterator[tuple[int, int, int]]:
+    """(from `first` on, in the whole, length) of a rank's entries from `first` to `last`, which lie in these runs."""
+    offset = 0
+    for there, length in runs:
+        begin, end = max(first, offset), min(last, offset + length)
+        if begin < end:
+            yield begin - first, there + begin - offset, end - begin
+        offset += length
 
 
 def _within(outer: list[Run], size: int, inner: list[Run]) -> list[Run]:

@@ -20,7 +20,7 @@ from meg_compile.errors import Fault
 __all__ = ["OWN", "Config", "DataConfig", "Here", "OptimConfig", "PlanConfig", "Target", "TrainConfig"]
 __all__ += ["from_dict", "load", "resolve", "save"]
 
-PATHS = ("data.path", "data.tokenizer", "export.path")
+PATHS = ("data.path", "data.tokenizer", "model.path", "init.path", "export.path")
 
 
 def resolve(
@@ -35,9 +35,8 @@ def resolve(
     reading = read(plain, faults)
     for key in PATHS:
         if isinstance(path := reading.values.get(key), str):
-            reading.values[key] = _absolute(
-                path, directory, reading.values.get("data._target_") if "data" in key else OWN
-            )
+            target = reading.values.get(f"{key.split('.')[0]}._target_", OWN)
+            reading.values[key] = _absolute(path, directory, target)
     rules.check(reading, here)
     if not reading.is_complete:
         return None, reading.faults
@@ -50,7 +49,8 @@ def resolve(
 
 
 def _absolute(path: str, directory: Path, target: str | None) -> str:
-    """The path from `directory`. A user's own dataset may mean something else by `path`: only if the file is there."""
+    """The path from `directory`. A user's own dataset or model may mean something else by `path`: only if the file is
+    there."""
     absolute = directory / path
     own = target is not None and target.startswith(OWN)
     return str(absolute) if own or absolute.exists() else path

@@ -48,6 +48,7 @@ BOUNDS: dict[str, tuple[float, bool, str]] = {
     "verify.tolerance": (0, False, "a relative error"),
     "launch.nproc": (1, True, "a count of processes"),
     "launch.threads": (1, True, "a count of threads"),
+    "export.max_shard_gb": (0, False, "a size in gigabytes"),
     "explain.block": (0, True, "a position"),
     "data.seq_len": (1, True, "a count of tokens"),
 }
@@ -55,6 +56,7 @@ LARGEST = 2**31 - 1
 MOST = {"train.seed": 2**63 - 1, "launch.threads": 1024, "launch.nproc": 4096}
 MOST |= dict.fromkeys(("train.micro_batch_size", "train.global_batch_size", "data.seq_len"), 2**24)
 EXAMPLES = {"optim.lr": "0.001", "train.loss_scale": "65536", "optim.eps": "1e-08", "verify.tolerance": "1e-09"}
+EXAMPLES |= {"export.max_shard_gb": "5"}
 
 
 def check(reading: Reading, here: Here) -> None:
@@ -225,8 +227,15 @@ def _export(v: Mapping[str, Any], here: Here) -> list[Fault]:
     parent = os.path.dirname(path)
     while parent and not os.path.lexists(parent):
         parent = os.path.dirname(parent)
-    if os.path.isdir(path):
+    is_file = path.endswith(".safetensors")
+    if is_file and os.path.isdir(path):
         return [Fault("export.path", path, "is a directory", "name a file in it, such as model.safetensors")]
+    if not is_file and os.path.isfile(path):
+        return [Fault("export.path", path, "is a file", "name a file NAME.safetensors, or a new folder")]
+    if not is_file and os.path.isdir(path) and os.listdir(path):
+        return [
+            Fault("export.path", path, "is a directory with something in it", "name a new one, or a .safetensors file")
+        ]
     if parent and not os.path.isdir(parent):
         return [Fault("export.path", path, f"{parent} is a file, not a directory", "choose another place")]
     return []

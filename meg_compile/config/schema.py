@@ -141,10 +141,23 @@ class LaunchConfig:
 
 @dataclass
 class ExportConfig:
-    """The trained weights, as one file of whole tensors."""
+    """The trained weights, as whole tensors."""
 
     path: str | None
-    """Where to write them at the end; null for nowhere."""
+    """Where to write them at the end: NAME.safetensors for one file, any other name for a folder as transformers keeps
+    it; null for nowhere."""
+    dtype: Literal["held", "fp64", "fp32", "bf16", "fp16"]
+    """Floating-point format to write; held is the one that they are trained in."""
+    max_shard_gb: float
+    """Size of a folder's files, in 10^9 bytes, above which there are several."""
+
+
+@dataclass
+class InitConfig:
+    """Starting weights from a file."""
+
+    path: str | None
+    """A safetensors file, or a folder of transformers; null for the weights that the model's class draws."""
 
 
 @dataclass
@@ -185,6 +198,8 @@ class Config:
     """The comparison with the plain model."""
     launch: LaunchConfig
     """The processes."""
+    init: InitConfig
+    """The starting weights."""
     export: ExportConfig
     """The trained weights."""
     explain: ExplainConfig

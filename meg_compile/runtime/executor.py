@@ -22,9 +22,10 @@ from meg_compile.runtime.groups import Groups
 from meg_compile.runtime.precision import COPY
 from meg_compile.runtime.schedule import Batch, Run, one_stage, pipeline
 from meg_compile.runtime.stage import StageModule, bind
-from meg_compile.runtime.zero import Shards, rows
+from meg_compile.runtime.zero import Shards, row_span
 
 META = torch.device("meta")
+MIN_SENT_BYTES, MAX_SENT_BYTES = 2**20, 2**26
 
 
 class Executor:
@@ -97,12 +98,12 @@ class Executor:
         """Fill this rank's shards with starting weights; by default those of the model that was compiled."""
         source = source or self.program.source
         assert source is not None, "a model that was given on meta has no weights: pass a source"
-        tp_rank = self.groups.coords.tp
-        missing = set(self.tensors)
+        at = self.groups.coords
+        tp_rank, missing = at.tp, set(self.tensors)
 
         def wanted(name: str):
             spec = self.specs.get(name)
-            return None if spec is None else lambda whole: self._mine(spec, spec.slice(whole.to(spec.held), tp_rank))
+            return spec and (lambda whole: spec.slice(whole, tp_rank, *self._span(spec, at.dp)).to(spec.held))
 
         with torch.no_grad():
             for name, shard in source.replay(wanted, seed):
@@ -197,27 +198,38 @@ class Executor:
                 yield name, self._assemble(spec, kind)
 
     def _assemble(self, spec: ParamSpec, kind: str) -> torch.Tensor | None:
+        """A whole parameter on rank 0, to which its holders send their rows some at a time."""
         mesh, rank = self.groups.mesh, self.groups.rank
         whole = torch.zeros(spec.shape, dtype=spec.held) if rank == 0 else None
         dp = self.program.plan.dp if self.program.splits(spec) else 1
-        for tp_rank in range(self.program.plan.tp if spec.sharded else 1):
-            local = torch.zeros(spec.local_shape, dtype=spec.held, device=self.device)
-            for dp_rank in range(dp):
-                holder = mesh.rank(tp=tp_rank, pp=self.program.owner(spec), dp=dp_rank)
-                part = rows(local, dp, dp_rank) if dp > 1 else local
-                if rank == holder:
-                    held = self.tensors[spec.name]
-                    found = held.detach() if kind == "value" else held.grad
-                    part.zero_() if found is None else part.copy_(found)
-                if holder != 0 and part.numel() and rank in (0, holder):
-                    dist.send(part, 0) if rank == holder else dist.recv(part, holder)
-            if whole is not None:
-                spec.place(local.cpu(), tp_rank, whole)
+        for tp_rank, dp_rank in product(range(self.program.plan.tp if spec.sharded else 1), range(dp)):
+            holder = mesh.rank(tp=tp_rank, pp=self.program.owner(spec), dp=dp_rank)
+            if rank not in (0, holder):
+                continue
+            start, stop = self._span(spec, dp_rank)
+            found = self._found(spec, kind) if rank == holder else None
+            for first in range(start, stop, step := _rows_at_once(spec)):
+                last = min(first + step, stop)
+                if found is None:
+                    rows = torch.zeros((last - first, *spec.local_shape[1:]), dtype=spec.held, device=self.device)
+                else:
+                    rows = found[first - start : last - start].to(spec.held).contiguous()
+                if holder != 0 and rows.numel():
+                    dist.send(rows, 0) if rank == holder else dist.recv(rows, holder)
+                if whole is not None:
+                    spec.place(rows.cpu(), tp_rank, whole, first)
         return whole
 
-    def _mine(self, spec: ParamSpec, local: torch.Tensor) -> torch.Tensor:
-        """This replica's rows of a tp rank's part."""
-        return rows(local, self.program.plan.dp, self.groups.coords.dp) if spec.name in self.split else local
+    def _found(self, spec: ParamSpec, kind: str) -> torch.Tensor | None:
+        """What this rank holds of a parameter or of its gradient, as rows."""
+        held = self.tensors[spec.name]
+        found = held.detach() if kind == "value" else held.grad
+        return found if found is None or found.dim() else found.view(1)
+
+    def _span(self, spec: ParamSpec, dp_rank: int) -> tuple[int, int]:
+        """Which rows of a tp rank's part a replica has; a number is one row."""
+        num_rows = spec.local_shape[0] if spec.local_shape else 1
+        return row_span(num_rows, self.program.plan.dp, dp_rank) if self.program.splits(spec) else (0, num_rows)
 
     def _shard(self, whole: dict[str, torch.Tensor]) -> Shards:
         names = {p: name for name in self.split if isinstance(p := whole[name], nn.Parameter)}
@@ -273,6 +285,14 @@ class Executor:
                         mine = group
             found.append((names, mine))
         return found
+
+
+def _rows_at_once(spec: ParamSpec) -> int:
+    """Of a part that is sent to rank 0: about a 32nd, so that memory there is little more than that of the whole."""
+    num_rows = max(spec.local_shape[0], 1) if spec.local_shape else 1
+    total = spec.local_numel * spec.held.itemsize
+    wanted = min(max(total // 32, MIN_SENT_BYTES), MAX_SENT_BYTES)
+    return max(1, num_rows * wanted // max(total, 1))
 
 
 def _allocate(spec: ParamSpec, device: torch.device) -> torch.Tensor:

@@ -25,9 +25,15 @@ from meg_compile.runtime.stage import StageModule
 
 def rows(whole: torch.Tensor, dp: int, dp_rank: int) -> torch.Tensor:
     """A replica's rows of a tensor: the dp_rank-th of dp parts of ceil(n / dp) rows, the last ones less or none."""
-    size = -(-whole.shape[0] // dp)
-    first = min(dp_rank * size, whole.shape[0])
-    return whole.narrow(0, first, min(size, whole.shape[0] - first))
+    first, last = row_span(whole.shape[0], dp, dp_rank)
+    return whole.narrow(0, first, last - first)
+
+
+def row_span(num_rows: int, dp: int, dp_rank: int) -> tuple[int, int]:
+    """The first of a replica's rows, and the one after its last."""
+    size = -(-num_rows // dp)
+    first = min(dp_rank * size, num_rows)
+    return first, min(first + size, num_rows)
 
 
 class Shards:

@@ -6,7 +6,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from meg_compile.train.export import export
+from meg_compile.train.export import export_weights
 from meg_compile.train.log import RunLog
 from meg_compile.train.step import Trainer
 from meg_compile.train.summary import show, summarize
@@ -47,7 +47,7 @@ def train(config: Any, program: Any, executor: Any, groups: Any, dataset: Any, r
                 log.step(records[-1])
     train_s = time.perf_counter() - started
     if config.export.path is not None:
-        export(program.params, executor.gather("value"), Path(config.export.path) if is_first else None)
+        export_weights(config, program, executor.gather("value"), is_first)
     result = summarize(config, program, executor, records, train_s)
     if is_first:
         show(result, program.plan)
