@@ -184,7 +184,7 @@ def loss_of(config: Config) -> Callable[[Tensor, Tensor], Tensor]:
 def _inputs(config: Config, dataset: Any) -> dict[str, Tensor]:
     rows = config.train.micro_batch_size
     if dataset is None and config.data.target.startswith(OWN):
-        lengths = locate(config.data.target).lengths(config.data.args["seq_len"])
+        lengths = locate(config.data.target).lengths(**config.data.args)
         return {name: torch.empty(rows, length, dtype=torch.int64) for name, length in lengths.items()}
     dataset = _built("data", config) if dataset is None else dataset
     return example(dataset, rows, config.data.fields, DTYPES[config.precision])

@@ -12,7 +12,7 @@ MAX_LINES = 400
 
 # A module imports from its own package and from the lines below its own.
 LAYERS = [
-    {"driver"},
+    {"driver", "tokenize"},
     {"prepare"},
     {"verify", "planner"},
     {"train"},
