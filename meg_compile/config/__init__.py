@@ -33,11 +33,13 @@ def resolve(
     directory  where the command was typed: relative paths start there
     """
     reading = read(plain, faults)
+    target = reading.values.get("data._target_")
     for key in PATHS:
-        if isinstance(path := reading.values.get(key), str):
-            reading.values[key] = _absolute(
-                path, directory, reading.values.get("data._target_") if "data" in key else OWN
-            )
+        if path := reading.values.get(key):
+            reading.values[key] = _absolute(path, directory, target if "data" in key else OWN)
+    if isinstance(other := reading.values.get("eval.data"), dict):
+        paths = {name: other[name] for name in ("path", "tokenizer") if other.get(name)}
+        other |= {name: _absolute(path, directory, other.get("_target_", target)) for name, path in paths.items()}
     rules.check(reading, here)
     if not reading.is_complete:
         return None, reading.faults
@@ -49,8 +51,17 @@ def resolve(
     return config, reading.faults
 
 
-def _absolute(path: str, directory: Path, target: str | None) -> str:
-    """The path from `directory`. A user's own dataset may mean something else by `path`: only if the file is there."""
+def _absolute(path: Any, directory: Path, target: str | None) -> Any:
+    """The path from `directory`, or every one in a blend of paths and weights.
+
+    A user's own dataset may mean something else by `path`: only if the file is there.
+    """
+    if isinstance(path, list):
+        return [_absolute(one, directory, target) for one in path]
+    if isinstance(path, dict):
+        return path | {key: _absolute(one, directory, target) for key, one in path.items() if key == "path"}
+    if not isinstance(path, str):
+        return path
     absolute = directory / path
     own = target is not None and target.startswith(OWN)
     return str(absolute) if own or absolute.exists() else path
