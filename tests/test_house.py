@@ -81,7 +81,11 @@ def test_only_the_entry_knows_hydra():
     assert knows <= {"config"}
 
 
-NEEDS = {"data=text": ["data.path=text.txt"], "data=indexed": ["data.path=tokens"], "plan=gpt3_1024": ["train.global_batch_size=256"]}
+NEEDS = {
+    "data=text": ["data.path=text.txt"],
+    "data=indexed": ["data.path=tokens"],
+    "plan=gpt3_1024": ["train.global_batch_size=256"],
+}
 
 
 def presets():

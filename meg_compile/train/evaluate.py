@@ -157,7 +157,7 @@ class Validation:
         return total.item() / agreed.tokens * (self.config.train.global_batch_size if summed else 1)
 
     def _batches(self) -> Iterator[tuple[Executor, dict[str, Tensor]]]:
-        """This replica's share of the rows: as many micro-batches at a time as a step of training has, and a short one."""
+        """This replica's share of the rows: as many micro-batches at a time as a step of training has; a short one."""
         dp, at = self.groups.mesh.dp, self.groups.coords.dp
         size, last = next(iter(self.executors)), self.num_rows % next(iter(self.executors))
         full, step = self.num_rows // size, max(self.config.num_microbatches, 1) * size
