@@ -59,6 +59,11 @@ class IndexedRows(Dataset):
     def __len__(self) -> int:
         return self.num_rows
 
+    @property
+    def vocab_size(self) -> int:
+        """Rows that a model needs for the first 16 million tokens of each dataset."""
+        return 1 + max(int(part.tokens[: 2**24].max()) for part in self.parts)
+
     def __getitem__(self, i: int) -> dict[str, Tensor]:
         if not 0 <= i < len(self):
             raise IndexError(f"row {i} of {len(self)}")
