@@ -94,7 +94,7 @@ def _config(micro_batch_size: int) -> Any:
     return SimpleNamespace(
         precision="fp64",
         data=SimpleNamespace(shuffle=False, fields=None),
-        train=SimpleNamespace(**sizes, seed=SEED, steps=STEPS, clip_grad=0.0, loss_scale=None),
+        train=SimpleNamespace(**sizes, seed=SEED, steps=STEPS, clip_grad=0.0, loss_scale=None, batch_ramp=None),
         optim=SimpleNamespace(**optim, schedule="constant", decay="matrices", betas=[0.9, 0.95], eps=1e-8),
         verify=SimpleNamespace(tolerance=None),
     )

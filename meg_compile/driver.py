@@ -21,13 +21,16 @@ import torch.distributed as dist
 
 from meg_compile.config import Config, from_dict, load, save
 from meg_compile.errors import Exited, Fault, MegError, Refused
-from meg_compile.prepare import build_dataset, compile_program, loss_of, plain_model, prepare, starting_weights
+from meg_compile.prepare import build_dataset, build_validation, compile_program, loss_of, plain_model, prepare
+from meg_compile.prepare import starting_weights
 from meg_compile.program import Program
 from meg_compile.runtime.executor import Executor
 from meg_compile.runtime.groups import Groups, init_groups
 from meg_compile.runtime.launch import launch
 from meg_compile.runtime.world import World, device_type, join
+from meg_compile.train.evaluate import Validation, validation_programs
 from meg_compile.train.loop import train
+from meg_compile.train.rows import seeded_reads
 from meg_compile.verify import DropoutOff, Report, verify
 
 EXIT_CODES = {"ok": 0, "failed": 1, "refused": 2, "stopped": 130}
@@ -87,7 +90,7 @@ def show_plan(config: Config, program: Program, run_dir: Path) -> dict[str, Any]
     text = program.explain(config.num_microbatches, config.explain.block)
     print(text, flush=True)
     path = config.data.args.get("path")
-    if isinstance(path, str) and not Path(path).exists():
+    if isinstance(path, str) and not Path(path).exists() and not Path(f"{path}.idx").exists():
         print(f"note: data.path={path} is not there; task=explain reads no data", file=sys.stderr)
     (run_dir / "explain.txt").write_text(text + "\n")
     result = {"task": "explain", "status": "ok", "plan": config.to_dict()["plan"], "num_ranks": config.num_ranks}
@@ -146,7 +149,8 @@ def work(config: Config, run_dir: Path, world: World) -> dict[str, Any]:
             report.show()
     else:
         program, executor = loaded_program(config, groups, device, dataset)
-        result = train(config, program, executor, groups, dataset, run_dir)
+        validation = validation_of(config, program, executor, groups)
+        result = train(config, program, executor, groups, dataset, run_dir, validation)
     if world.rank == 0:
         write_json(run_dir / "result.json", result)
     dist.destroy_process_group()
@@ -177,6 +181,16 @@ def loaded_program(config: Config, groups: Groups, device: torch.device, dataset
     executor.load(starting_weights(config, program))
     executor.seed(config.train.seed)
     return program, executor
+
+
+def validation_of(config: Config, program: Program, executor: Executor, groups: Groups) -> Validation | None:
+    """What `eval` asks for. Generators are left as they were."""
+    if config.eval.every is None:
+        return None
+    with seeded_reads():
+        dataset = build_validation(config)
+        programs = validation_programs(config, program, dataset)
+    return Validation(config, executor, groups, dataset, programs)
 
 
 def compare(

@@ -51,11 +51,21 @@ class _StandIn:
     stage_index_to_group_rank: dict[int, int] = field(default_factory=dict)
 
 
-def make(name: str, stages: list[Any], num_micro_batches: int, loss_fn: Any) -> Any:
-    """torch's schedule over the stages of one rank. Its gradients are those of the sum of the losses."""
+def make(name: str, stages: list[Any], num_micro_batches: int, loss_fn: Any, backward: bool = True) -> Any:
+    """torch's schedule over the stages of one rank. Its gradients are those of the sum of the losses.
+
+    backward: False for one that only runs forward; torch's own would hand on gradients that are not there.
+    """
     kind = CLASSES[name]
     one = issubclass(kind, PipelineScheduleSingle)
-    return kind(stages[0] if one else stages, num_micro_batches, loss_fn=loss_fn, scale_grads=False)
+    schedule: Any = kind(stages[0] if one else stages, num_micro_batches, loss_fn=loss_fn, scale_grads=False)
+    if not backward:
+        schedule._has_backward = False  # what eval() sets too; it would then concatenate the losses, which are scalars
+    if not (backward or one):
+        for rank, actions in schedule.pipeline_order_with_comms.items():
+            parts = [part for action in actions for part in action.sub_actions or (action,)]
+            schedule.pipeline_order_with_comms[rank] = [p for p in parts if p.computation_type.name in _FORWARD]
+    return schedule
 
 
 @cache
@@ -78,6 +88,7 @@ def _one_f_one_b(rank: int, pp: int, num_micro_batches: int) -> tuple[Action, ..
     return tuple(found)
 
 
+_FORWARD = ("FORWARD", "SEND_F", "RECV_F")
 _KINDS = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}
 
 

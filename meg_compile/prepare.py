@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from meg_compile.compiler import compile
 from meg_compile.config import OWN, Config, Here, resolve
 from meg_compile.config.schema import ALONE
-from meg_compile.config.targets import locate
+from meg_compile.config.targets import Target, locate
 from meg_compile.eject import eject_faults
 from meg_compile.errors import Fault, Refused
 from meg_compile.passes.dropout import find_noise
@@ -21,6 +22,7 @@ from meg_compile.passes.tokens import HALVES
 from meg_compile.program import Program
 from meg_compile.runtime.world import World
 from meg_compile.train.batches import DTYPES, batches_of
+from meg_compile.train.evaluate import validation_programs, validation_target
 from meg_compile.train.rows import example
 from meg_compile.weights import Stored, fill, stored_weights
 
@@ -51,13 +53,15 @@ def prepare(
         program = compile_program(config, dataset)
         faults += _weight_faults(config, program)
         faults += coupling_faults(config, program) + _vocabulary_faults(config, program, dataset)
-        faults += label_faults(config, program, dataset)
+        faults += label_faults(config, program, dataset) + _field_faults(config, program, dataset)
         faults += _block_faults(config, program) + _noise_faults(config, program)
         faults += eject_faults(program) if config.task == "eject" else []
     except Refused as error:
         if faults:
             raise Refused([*faults, *error.faults]) from error
         raise
+    if config.eval.every is not None and config.task == "train" and not faults:
+        validation_programs(config, program, build_validation(config))
     if config.train.check is None:
         small = sum(spec.numel for spec in program.params.values()) <= MAX_CHECKED_PARAMETERS
         config.train.check = small and not find_noise(program.captured.graph)
@@ -73,6 +77,19 @@ def build_dataset(config: Config) -> Any:
     dataset = _built("data", config)
     batches_of(config, dataset)
     return dataset
+
+
+def build_validation(config: Config) -> Any:
+    """The dataset of `eval`, likewise."""
+    torch.manual_seed(config.train.seed)
+    target = validation_target(config)
+    try:
+        return target.build()
+    except Refused as error:
+        given = {f"data.{name}" for name in config.eval.data or {}}
+        raise Refused([replace(f, key=f"eval.{f.key}" if f.key in given else f.key) for f in error.faults]) from error
+    except Exception as error:
+        raise _unbuildable("eval.data", target, error) from error
 
 
 def compile_program(config: Config, dataset: Any) -> Program:
@@ -97,7 +114,7 @@ def compile_program(config: Config, dataset: Any) -> Program:
         return compile(factory, inputs, config.plan.plan(), loss=loss_of(config), dtype=dtype, dropout=config.dropout)
     except Exception as error:
         if error in failed and not isinstance(error, Refused):
-            raise _unbuildable("model", config, error) from error
+            raise _unbuildable("model", config.model, error) from error
         raise
 
 
@@ -164,6 +181,20 @@ def _weight_faults(config: Config, program: Program) -> list[Fault]:
     return []
 
 
+def _field_faults(config: Config, program: Program, dataset: Any) -> list[Fault]:
+    """What the data is asked to give to the model, and the model does not take."""
+    faults = []
+    for name, fields in getattr(dataset, "needed_fields", {}).items():
+        if missing := [field for field in fields if field not in program.inputs]:
+            problem = f"the model's forward takes no {' and no '.join(missing)}, which would be lost"
+            fix = (
+                f"use a model that takes {' and '.join(fields)}, as meg_compile.models.gpt2.GPT2, and data.fields=null"
+            )
+            value = config.data.args.get(name)
+            faults.append(Fault(f"data.{name}", value, problem, f"{fix}, or data.{name}=labels"))
+    return faults
+
+
 def _block_faults(config: Config, program: Program) -> list[Fault]:
     """A block to explain that the model does not have."""
     block, blocks = config.explain.block, sum(len(stage.layers) for stage in program.stages)
@@ -213,13 +244,13 @@ def loss_of(config: Config) -> Callable[[Tensor, Tensor], Tensor]:
     try:
         return config.loss.function()
     except Exception as error:
-        raise _unbuildable("loss", config, error) from error
+        raise _unbuildable("loss", config.loss, error) from error
 
 
 def _inputs(config: Config, dataset: Any) -> dict[str, Tensor]:
     rows = config.train.micro_batch_size
     if dataset is None and config.data.target.startswith(OWN):
-        lengths = locate(config.data.target).lengths(config.data.args["seq_len"])
+        lengths = locate(config.data.target).lengths(**config.data.args)
         return {name: torch.empty(rows, length, dtype=torch.int64) for name, length in lengths.items()}
     dataset = _built("data", config) if dataset is None else dataset
     return example(dataset, rows, config.data.fields, DTYPES[config.precision])
@@ -231,11 +262,10 @@ def _built(section: str, config: Config) -> Any:
     except Refused:
         raise
     except Exception as error:
-        raise _unbuildable(section, config, error) from error
+        raise _unbuildable(section, getattr(config, section), error) from error
 
 
-def _unbuildable(section: str, config: Config, error: Exception) -> Refused:
-    target = getattr(config, section)
+def _unbuildable(section: str, target: Target, error: Exception) -> Refused:
     given = ", ".join(f"{name}={value}" for name, value in target.args.items()) or "no arguments"
     problem = f"building it with {given} raised {type(error).__name__}: {error}"
     fix = f"change its arguments, as {section}.NAME=VALUE"

@@ -12,7 +12,7 @@ MAX_LINES = 400
 
 # A module imports from its own package and from the lines below its own.
 LAYERS = [
-    {"driver"},
+    {"driver", "tokenize"},
     {"prepare"},
     {"verify", "planner"},
     {"train"},
@@ -82,7 +82,11 @@ def test_only_the_entry_knows_hydra():
     assert knows <= {"config"}
 
 
-NEEDS = {"data=text": ["data.path=text.txt"], "plan=gpt3_1024": ["train.global_batch_size=256"]}
+NEEDS = {
+    "data=text": ["data.path=text.txt"],
+    "data=indexed": ["data.path=tokens"],
+    "plan=gpt3_1024": ["train.global_batch_size=256"],
+}
 
 
 def presets():

@@ -10,6 +10,7 @@ import torch
 
 import run
 from meg_compile import driver
+from meg_compile.train.indexed_file import IndexedWriter, fitting_dtype
 
 ROOT = Path(__file__).parents[1]
 
@@ -207,6 +208,23 @@ CASES = [
     case("data=text data.path=.", "data.path=", "is a directory"),
     case("data.tokenizer=gone.json", "data.tokenizer=", "no such file"),
     case("data=text data.path=short.txt", "data.path=", "make no row of 128", "data.seq_len=4"),
+    case("data=indexed data.path=gone", "data.path=", "gone.idx cannot be read", "meg_compile.tokenize"),
+    case("data=indexed data.path=tokens", "data._target_=", "go up to 300", "256 rows", "give the model 301"),
+    case("data=indexed data.path=[1,tokens,tokens]", "data.path=", "list of weights and paths"),
+    case("data=indexed data.path=tokens data.documents=label", "data.documents=label", "one of ignore, labels"),
+    case(
+        "data=indexed data.path=tokens data.documents=attention model._target_=user_code.Net +model.width=4",
+        "data.documents=attention",
+        "takes no document_ids and no position_ids",
+        "data.documents=labels",
+        faults=2,  # and its vocabulary
+    ),
+    case("eval.every=2", "data.split=null", "the valid part's 0 tokens", "data.split=[969,30,1]"),
+    case("eval.every=2 eval.data.path=gone.txt", "eval.data.path=", "No such file"),
+    case("eval.every=2 eval.data.paht=short.txt", "eval.data.paht=short.txt", "did you mean eval.data.path?"),
+    case("eval.every=2 data._target_=user_code.Few train.global_batch_size=4", "eval.data=null", "no argument `part`"),
+    case("eval.every=0", "eval.every=0", "eval.every=1 or more"),
+    case("train.batch_ramp.start=4", "train.batch_ramp=", "start, increment and rows"),
     case("export.path=.", "export.path=", "is a directory"),
     case("train.steps=${train.stepz}", "train.steps=${train.stepz}", "cannot be resolved"),
     case("train.steps=???", "train.steps", "must be given"),
@@ -297,6 +315,8 @@ def command(tmp_path, monkeypatch, capfd):
     (tmp_path / "broken_code.py").write_text("1 / 0\n")
     (tmp_path / "needs_code.py").write_text("import not_installed\n")
     (tmp_path / "short.txt").write_text("hello")
+    with IndexedWriter(str(tmp_path / "tokens"), fitting_dtype(301)) as writer:
+        writer.add([0, 1, 300] * 1000)
     for name in ("user_code", "broken_code", "needs_code"):
         sys.modules.pop(name, None)
 

@@ -55,7 +55,8 @@ def config(**changes: Any) -> Config:
         "optim": {"name": "sgd", "lr": 0.1, "min_lr": 0.0, "warmup_steps": 0, "weight_decay": 0.0, "betas": [0.9, 0.95]}
         | {"eps": 1e-8, "momentum": 0.0, "decay": "matrices", "schedule": "constant"},
         "train": {"steps": 5, "micro_batch_size": 2, "global_batch_size": 8, "seed": reference.SEED, "clip_grad": 0.0}
-        | {"loss_scale": None, "check": False},
+        | {"loss_scale": None, "check": False, "batch_ramp": None},
+        "eval": {"every": None, "batches": None, "data": None},
         "verify": {"steps": 3, "tolerance": None},
         "launch": {"nproc": None, "device": "cpu", "threads": 1},
         "init": {"path": None},

@@ -58,7 +58,7 @@ def _compare(case: Case, precision: str, compiled: bool, groups: Groups, device:
         data=SimpleNamespace(shuffle=False, fields=None),
         train=SimpleNamespace(
             **{"steps": STEPS, "micro_batch_size": micro, "global_batch_size": case.rows, "seed": SEED},
-            **{"clip_grad": 1.0, "loss_scale": None},
+            **{"clip_grad": 1.0, "loss_scale": None, "batch_ramp": None},
         ),
         verify=SimpleNamespace(tolerance=None),
     )

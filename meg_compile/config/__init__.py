@@ -34,9 +34,12 @@ def resolve(
     """
     reading = read(plain, faults)
     for key in PATHS:
-        if isinstance(path := reading.values.get(key), str):
+        if path := reading.values.get(key):
             target = reading.values.get(f"{key.split('.')[0]}._target_", OWN)
             reading.values[key] = _absolute(path, directory, target)
+    if isinstance(other := reading.values.get("eval.data"), dict):
+        target = other.get("_target_", reading.values.get("data._target_"))
+        other |= {name: _absolute(other[name], directory, target) for name in ("path", "tokenizer") if other.get(name)}
     rules.check(reading, here)
     if not reading.is_complete:
         return None, reading.faults
@@ -48,9 +51,17 @@ def resolve(
     return config, reading.faults
 
 
-def _absolute(path: str, directory: Path, target: str | None) -> str:
-    """The path from `directory`. A user's own dataset or model may mean something else by `path`: only if the file is
-    there."""
+def _absolute(path: Any, directory: Path, target: str | None) -> Any:
+    """The path from `directory`, or every one in a blend of paths and weights.
+
+    A user's own dataset or model may mean something else by `path`: only if the file is there.
+    """
+    if isinstance(path, list):
+        return [_absolute(one, directory, target) for one in path]
+    if isinstance(path, dict):
+        return path | {key: _absolute(one, directory, target) for key, one in path.items() if key == "path"}
+    if not isinstance(path, str):
+        return path
     absolute = directory / path
     own = target is not None and target.startswith(OWN)
     return str(absolute) if own or absolute.exists() else path

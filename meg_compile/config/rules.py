@@ -44,6 +44,8 @@ BOUNDS: dict[str, tuple[float, bool, str]] = {
     "optim.weight_decay": (0, True, "a rate"),
     "optim.eps": (0, False, "a small positive number"),
     "optim.momentum": (0, True, "a rate"),
+    "eval.every": (1, True, "a count of steps"),
+    "eval.batches": (1, True, "a count of batches"),
     "verify.steps": (1, True, "a count of steps"),
     "verify.tolerance": (0, False, "a relative error"),
     "launch.nproc": (1, True, "a count of processes"),
@@ -126,6 +128,38 @@ def _microbatches(v: Mapping[str, Any], here: Here) -> list[Fault]:
     return [Fault("plan.schedule", schedule.name, schedule.why_not(count, pp), fix)]
 
 
+def _ramp(v: Mapping[str, Any], here: Here) -> list[Fault]:
+    """Every size of a global batch that grows must suit the micro-batches, the replicas and the schedule."""
+    ramp, full = v["train.batch_ramp"], v["train.global_batch_size"]
+    if ramp is None:
+        return []
+    if set(ramp) != {"start", "increment", "rows"} or min(ramp.values()) < 1:
+        problem = "is not start, increment and rows, each a count"
+        return [Fault("train.batch_ramp", ramp, problem, "write it as {start: 4, increment: 4, rows: 1000}")]
+    unit, pp, schedule = v["train.micro_batch_size"] * v["plan.dp"], v["plan.pp"], SCHEDULES[v["plan.schedule"]]
+    if full % unit:
+        return []
+
+    def wrong(start: int, increment: int) -> str:
+        if start > full or (full - start) % increment:
+            return f"does not reach train.global_batch_size={full} from {start} in steps of {increment}"
+        for size in range(start, full + 1, increment):
+            if size % unit:
+                return f"{size} rows are no multiple of train.micro_batch_size x plan.dp = {unit}"
+            if pp > 1 and v["task"] != "explain" and not schedule.allows(size // unit, pp):
+                return f"at {size} rows plan.schedule={schedule.name} {schedule.why_not(size // unit, pp)}"
+        return ""
+
+    if not (problem := wrong(ramp["start"], ramp["increment"])):
+        return []
+    near = sorted(range(unit, full + 1, unit), key=lambda n: abs(n - ramp["start"]))[:64]
+    steps = sorted(range(unit, full + 1, unit), key=lambda n: abs(n - ramp["increment"]))[:64]
+    found = ((start, step) for start in near for step in steps if start < full and not wrong(start, step))
+    fits = next(found, None)
+    fix = f"use train.batch_ramp.start={fits[0]} train.batch_ramp.increment={fits[1]}, or " if fits else "use "
+    return [Fault("train.batch_ramp", ramp, problem, f"{fix}train.batch_ramp=null")]
+
+
 def _processes(v: Mapping[str, Any], here: Here) -> list[Fault]:
     sizes, nproc = _sizes(v), v["launch.nproc"]
     needed = math.prod(sizes.values())
@@ -197,12 +231,12 @@ def _momentum(v: Mapping[str, Any], here: Here) -> list[Fault]:
 
 def _text(v: Mapping[str, Any], here: Here) -> list[Fault]:
     """Files and vocabulary of our own text dataset. Tasks that run alone read no file."""
-    if not v["data._target_"].startswith(OWN) or v["task"] in ALONE:
+    if not v["data._target_"].startswith(f"{OWN}train.data.") or v["task"] in ALONE:
         return []
     faults = []
     for key, what in (("data.path", "text"), ("data.tokenizer", "tokenizer.json")):
-        path = v[key]
-        if path is not None and not os.path.isfile(path):
+        path, may_be_folder = v[key], key == "data.tokenizer"
+        if path is not None and not os.path.isfile(path) and not (may_be_folder and os.path.isdir(path)):
             problem = "is a directory, not a file" if os.path.isdir(path) else "there is no such file"
             faults.append(Fault(key, path, problem, f"give a {what} file, from where you typed the command"))
     vocab = v.get("model.vocab_size")
@@ -248,6 +282,7 @@ def _join(first: str, second: str) -> str:
 RULES: tuple[Callable[[Mapping[str, Any], Here], list[Fault]], ...] = (
     _batch,
     _microbatches,
+    _ramp,
     _processes,
     _devices,
     _learning_rate,

@@ -107,6 +107,9 @@ class TrainConfig:
     """Rows that go through a stage at once."""
     global_batch_size: int
     """Rows per optimizer step, over all replicas: a multiple of micro_batch_size x plan.dp."""
+    batch_ramp: dict[str, int] | None
+    """A global batch that grows, as {start: 16, increment: 8, rows: 100000}: from `start` rows by `increment` at a
+    time, in equal parts of the first `rows` rows of the run, to global_batch_size; null for none."""
     seed: int
     """Seed of the starting weights, dropout and row order."""
     clip_grad: float
@@ -115,6 +118,19 @@ class TrainConfig:
     """What the loss is multiplied by in fp16, so that small gradients are not lost; null adapts it."""
     check: bool | None
     """Compare one step with the plain model before training; null for small models only."""
+
+
+@dataclass
+class EvalConfig:
+    """The loss over validation rows, measured while training (task=train)."""
+
+    every: int | None
+    """After how many steps each time, and after the last one; null for never."""
+    batches: int | None
+    """Of how many global batches of rows, from the first one on; null for all rows."""
+    data: dict[str, Any] | None
+    """The arguments of the dataset that differ from those in `data`, with another `_target_` if need be, as
+    {path: valid.txt}; null for the same data with part=valid."""
 
 
 @dataclass
@@ -194,6 +210,8 @@ class Config:
     """The optimizer."""
     train: TrainConfig
     """The training run."""
+    eval: EvalConfig
+    """The loss over validation rows."""
     verify: VerifyConfig
     """The comparison with the plain model."""
     launch: LaunchConfig

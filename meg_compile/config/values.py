@@ -37,6 +37,8 @@ def describe(hint: Any) -> str:
     if typing.get_origin(hint) is list:
         return f"a list of {describe(typing.get_args(hint)[0]).removeprefix('a ')}s"
     if typing.get_origin(hint) is dict:
+        if typing.get_args(hint)[1] is Any:
+            return "a mapping"
         return f"a mapping from names to {describe(typing.get_args(hint)[1]).removeprefix('a ')}s"
     if isinstance(hint, types.UnionType):
         return " or ".join(describe(one) for one in typing.get_args(hint))
@@ -56,6 +58,8 @@ def is_simple(hint: Any) -> bool:
 
 def convert(value: Any, hint: Any) -> Any:
     """The value in the annotated type, or `Mismatch`."""
+    if hint is Any:
+        return value
     if isinstance(hint, types.UnionType):
         if value is None and type(None) in typing.get_args(hint):
             return None

@@ -15,7 +15,7 @@ QKV_LAYOUTS = ("thirds", "stacked", "per_head")
 
 
 class Attention(nn.Module):
-    """Causal self-attention with one fused projection to queries, keys and values.
+    """Self-attention, causal or where a mask is true, with one fused projection to queries, keys and values.
 
     The 3C outputs of `c_attn` are read as q | k | v ("thirds"), as [3, H, D] ("stacked"; the same order of rows,
     written as one view) or as [H, 3, D] ("per_head"; q, k and v of each head lie side by side).
@@ -28,7 +28,7 @@ class Attention(nn.Module):
         self.c_proj = nn.Linear(hidden, hidden)
         self.resid_dropout = nn.Dropout(dropout)
 
-    def forward(self, x_BTC: Tensor) -> Tensor:
+    def forward(self, x_BTC: Tensor, mask_B1TT: Tensor | None = None) -> Tensor:
         B, T, C = x_BTC.shape
         H, D = self.heads, C // self.heads
         qkv = self.c_attn(x_BTC)  # [B, T, 3C]
@@ -40,7 +40,7 @@ class Attention(nn.Module):
             q, k, v = qkv.view(B, T, H, 3, D).unbind(3)
         q_BHTD, k_BHTD, v_BHTD = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         dropout_p = self.dropout if self.training else 0.0
-        y_BHTD = F.scaled_dot_product_attention(q_BHTD, k_BHTD, v_BHTD, dropout_p=dropout_p, is_causal=True)
+        y_BHTD = F.scaled_dot_product_attention(q_BHTD, k_BHTD, v_BHTD, mask_B1TT, dropout_p, mask_B1TT is None)
         y_BTC = y_BHTD.transpose(1, 2).reshape(B, T, C)
         return self.resid_dropout(self.c_proj(y_BTC))
 
@@ -65,13 +65,16 @@ class Block(nn.Module):
         self.ln_2 = nn.LayerNorm(hidden)
         self.mlp = MLP(hidden, dropout)
 
-    def forward(self, x_BTC: Tensor) -> Tensor:
-        x_BTC = x_BTC + self.attn(self.ln_1(x_BTC))
+    def forward(self, x_BTC: Tensor, mask_B1TT: Tensor | None = None) -> Tensor:
+        x_BTC = x_BTC + self.attn(self.ln_1(x_BTC), mask_B1TT)
         return x_BTC + self.mlp(self.ln_2(x_BTC))
 
 
 class GPT2(nn.Module):
     """Token ids [B, T] in, next-token logits [B, T, V] out.
+
+    Rows of several documents may come with `document_ids` [B, T], one number for all tokens of a document: a token then
+    sees only its own. `position_ids` [B, T] give its place there; without them it is that in the row.
 
     tied: the head is the token embedding's weight. Sizes that cannot work, and a sequence longer than `context`,
     are a ValueError.
@@ -113,12 +116,19 @@ class GPT2(nn.Module):
             elif name.endswith("bias"):
                 nn.init.zeros_(parameter)
 
-    def forward(self, input_ids: Tensor) -> Tensor:
+    def forward(
+        self, input_ids: Tensor, document_ids: Tensor | None = None, position_ids: Tensor | None = None
+    ) -> Tensor:
         T = input_ids.shape[1]
         if self.context < T:
             raise ValueError(f"a sequence of {T} tokens does not fit in the model's context of {self.context}")
         positions_T = torch.arange(T, device=input_ids.device)
-        x_BTC = self.drop(self.wte(input_ids) + self.wpe(positions_T))
+        positions = positions_T if position_ids is None else position_ids
+        mask_B1TT = None
+        if document_ids is not None:
+            same_document_BTT = document_ids[:, :, None] == document_ids[:, None, :]
+            mask_B1TT = (same_document_BTT & (positions_T[:, None] >= positions_T)).unsqueeze(1)
+        x_BTC = self.drop(self.wte(input_ids) + self.wpe(positions))
         for block in self.h:
-            x_BTC = block(x_BTC)
+            x_BTC = block(x_BTC, mask_B1TT)
         return self.lm_head(self.ln_f(x_BTC))

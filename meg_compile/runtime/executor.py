@@ -70,7 +70,7 @@ class Executor:
         self.parameters = {n: t for n, t in self.tensors.items() if isinstance(t, nn.Parameter) and t.requires_grad}
         self.overlapped, self.is_reducing = self._overlapped(), False
         self.shared = self._shared_groups()
-        self._runs: dict[int, Run] = {}
+        self._runs: dict[tuple[int, bool], Run] = {}
 
     def _allocate(self) -> dict[str, torch.Tensor]:
         return {n: _allocate(spec, META if n in self.split else self.device) for n, spec in self.specs.items()}
@@ -142,13 +142,13 @@ class Executor:
         for limit in self.program.limits:
             limit.check(batch)
         num = self._num_micro_batches(batch)
-        if num not in self._runs:
-            self._runs[num] = self._schedule(num)
+        if (num, backward) not in self._runs:  # a schedule keeps the tensors that it receives into: one is enough
+            self._runs = {(num, backward): self._schedule(num, backward)}
         self.copy()
         if self.shards:
             self.shards.begin()
         batch = take_parts({n: v.to(self.device) for n, v in batch.items()}, self.program.parts, self.cp)
-        return self._runs[num](batch, scale, backward)
+        return self._runs[num, backward](batch, scale, backward)
 
     def copy(self) -> None:
         """Bring the half-precision copies up to date with the weights; a run does so itself."""
@@ -253,10 +253,12 @@ class Executor:
             and (spec.sharded or at.tp == 0)
         )
 
-    def _schedule(self, num_micro_batches: int) -> Run:
+    def _schedule(self, num_micro_batches: int, backward: bool) -> Run:
         if self.groups.pp is None:
             return one_stage(self.program, self.modules[0])
-        return pipeline(self.program, self.modules, self.stages, self.groups.pp, self.device, num_micro_batches)
+        return pipeline(
+            self.program, self.modules, self.stages, self.groups.pp, self.device, num_micro_batches, backward
+        )
 
     def _overlapped(self) -> Overlapped | None:
         """None where there are no replicas, or where a schedule computes gradients of weights beside autograd."""

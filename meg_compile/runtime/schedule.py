@@ -40,21 +40,24 @@ def pipeline(
     group: dist.ProcessGroup,
     device: torch.device,
     num_micro_batches: int,
+    backward: bool,
 ) -> Run:
-    """A pipeline schedule over this rank's stages, with shapes known beforehand, so that none are exchanged."""
+    """A pipeline schedule over this rank's stages, with shapes known beforehand, so that none are exchanged.
+
+    It runs with backward or without, as it is made.
+    """
     pipe_stages = [_pipe_stage(program, m, s, group, device) for m, s in zip(modules, stages, strict=True)]
-    schedule = make(program.plan.schedule, pipe_stages, num_micro_batches, lambda loss, scale: loss * scale[0])
+    schedule = make(
+        program.plan.schedule, pipe_stages, num_micro_batches, lambda loss, scale: loss * scale[0], backward
+    )
     last = any(s.is_last for s in pipe_stages)
 
-    def run(batch: Batch, scale: float, backward: bool) -> float:
+    def run(batch: Batch, scale: float, _: bool) -> float:
         losses: list[torch.Tensor] = []
         fields = {name: batch[name] for s in stages for name in s.fields}
         extra = {}
         if last:
             extra = {"target": torch.full((num_micro_batches,), scale, device=device, dtype=torch.float64)}
-        schedule._has_backward = (
-            backward  # what eval() sets too; it would then concatenate the losses, which are scalars
-        )
         with torch.set_grad_enabled(backward):
             schedule.step(**fields, **extra, losses=losses if last else None, return_outputs=False)
         return float(torch.stack(losses).detach().sum()) if last else 0.0

@@ -10,6 +10,8 @@ from torch import Tensor
 from meg_compile.errors import MegError
 from meg_compile.train.batches import checksum
 
+NO_LABELS = -1
+
 
 class Agreed(NamedTuple):
     """tokens: counted in the global batch. checksums: of the rows of each replica, by dp rank."""
@@ -27,16 +29,22 @@ def agree(
     where: str,
     labels: int = 0,
 ) -> Agreed:
+    """`agree_on` the checksum of a replica's rows."""
+    return agree_on(checksum(batch), num_counted, dp, dp_rank, device, where, labels)
+
+
+def agree_on(
+    here: int, num_counted: int, dp: int, dp_rank: int, device: torch.device, where: str, labels: int | None = 0
+) -> Agreed:
     """One all-reduce of 32 bytes a replica over the world.
 
     Each replica has four slots, of which the maximum over all ranks is taken: checksum, -checksum, count, and `labels`,
-    which must be the same for all replicas. Its ranks
+    which must be the same for all replicas, but those that have None. Its ranks
     agree where the first two belong to one number. MegError, on every rank, where they do not or nothing counts;
     `where` begins its message.
     """
     slots = torch.full((dp, 4), torch.iinfo(torch.int64).min)
-    here = checksum(batch)
-    slots[dp_rank] = torch.tensor([here, -here, num_counted, labels])
+    slots[dp_rank] = torch.tensor([here, -here, num_counted, NO_LABELS if labels is None else labels])
     if dist.is_initialized() and dist.get_world_size() > 1:
         slots = slots.to(device)
         dist.all_reduce(slots, dist.ReduceOp.MAX)
@@ -47,7 +55,7 @@ def agree(
             "the same row for the same index on every rank: it may not depend on the rank, the time or a generator of "
             "its own"
         )
-    if len(set(every_label)) > 1:
+    if len(set(every_label) - {NO_LABELS}) > 1:
         raise MegError(
             f"{where}: the loss holds a cross entropy inside a larger expression, and replicas count different numbers "
             "of labels, so that the mean of their losses is not the global batch's: return the cross entropy itself, "

@@ -1,9 +1,10 @@
 """Which rows a replica reads at which step.
 
-The order of rows depends on the dataset's length, the seed, `shuffle` and the epoch alone, so every plan trains on the
-same global batches. An epoch is as many whole global batches as the dataset holds: the rows left over are not read in
-that epoch (with `shuffle` they are others in each). Of a global batch of G rows, replica d reads the d-th contiguous
-G / dp.
+A run reads one sequence of rows: epoch after epoch, each all rows of the dataset in an order that depends on the
+dataset's length, the seed, `shuffle` and the epoch alone. A step takes the next ones, as many as its global batch has,
+so every plan trains on the same global batches, and a run that goes on with another batch size reads on where it was.
+A batch lies in one epoch: where less than one is left, those rows are passed over (with `shuffle` they are others in
+each epoch). Of a global batch of G rows, replica d reads the d-th contiguous G / dp.
 """
 
 import hashlib
@@ -28,6 +29,7 @@ class Batches:
     dataset that draws from them gives the same row to every rank that reads that position, and another row at every
     other position.
 
+    ramp: {start, increment, rows} of a batch that grows to `global_batch_size`, as `batch_size` says.
     Refused: a dataset that cannot be indexed or holds less than one global batch; while reading, a name in `fields`
     that a row lacks, a field that is no tensor, rows of unequal shapes.
     """
@@ -43,6 +45,7 @@ class Batches:
         shuffle: bool = False,
         fields: Sequence[str] | None = None,
         dtype: torch.dtype = torch.float32,
+        ramp: Mapping[str, int] | None = None,
     ):
         assert global_batch_size % dp == 0 and 0 <= dp_rank < dp
         self.num_rows = num_rows(dataset)
@@ -51,34 +54,74 @@ class Batches:
             fix = f"use at most {self.num_rows}, or more data"
             raise Refused(Fault("train.global_batch_size", global_batch_size, problem, fix))
         self.dataset, self.fields, self.dtype = dataset, fields, dtype
-        self.global_batch_size, self.replica_size = global_batch_size, global_batch_size // dp
-        self.first_row, self.seed, self.shuffle = dp_rank * self.replica_size, seed, shuffle
+        self.global_batch_size, self.ramp = global_batch_size, ramp
+        self.dp, self.dp_rank, self.seed, self.shuffle = dp, dp_rank, seed, shuffle
         self._order = lru_cache(maxsize=1)(self._order_of_epoch)
+        self.resume(0, 0)
+
+    def resume(self, step: int, consumed: int) -> None:
+        """Let `step` be the one before which so many rows of the run were consumed, whatever the batches before it."""
+        self._first = self._last = (step, consumed)
+
+    def consumed(self, step: int) -> int:
+        """Rows of the run that are read or passed over before `step`."""
+        known, consumed = self._last if self._last[0] <= step else self._first
+        assert known <= step, f"this run begins at step {known}"
+        for _ in range(known, step):
+            consumed = sum(self._span(consumed))
+        self._last = (step, consumed)
+        return consumed
+
+    def span(self, step: int) -> tuple[int, int]:
+        """(position in the run of the first row, number of rows) of the global batch of `step`."""
+        return self._span(self.consumed(step))
+
+    def _span(self, consumed: int) -> tuple[int, int]:
+        size = batch_size(consumed, self.global_batch_size, self.ramp)
+        left = -consumed % self.num_rows or self.num_rows
+        return (consumed if size <= left else consumed + left), size
 
     def rows(self, step: int) -> list[tuple[int, int]]:
         """(position in the run, index in the dataset) of each row that this replica reads at `step`."""
-        epoch, batch = divmod(step, self.num_rows // self.global_batch_size)
-        order = self._order(epoch)
-        offsets = range(self.first_row, self.first_row + self.replica_size)
-        in_epoch, in_run = batch * self.global_batch_size, step * self.global_batch_size
-        return [(in_run + offset, int(order[in_epoch + offset])) for offset in offsets]
+        first, size = self.span(step)
+        epoch, in_epoch = divmod(first, self.num_rows)
+        order, share = self._order(epoch), size // self.dp
+        offsets = range(self.dp_rank * share, (self.dp_rank + 1) * share)
+        return [(first + offset, int(order[in_epoch + offset])) for offset in offsets]
 
     def __getitem__(self, step: int) -> dict[str, Tensor]:
-        positions, indices = zip(*self.rows(step), strict=True)
-        samples = []
-        with seeded_reads() as seed_generators:
-            for position, index in zip(positions, indices, strict=True):
-                seed_generators(self.seed, position)
-                samples.append(read_row(self.dataset, index, self.fields, self.dtype))
-        for index, sample in zip(indices, samples, strict=True):
-            check_alike(self.dataset, indices[0], samples[0], index, sample)
-        return {field: torch.stack([sample[field] for sample in samples]) for field in samples[0]}
+        return read_rows(self.dataset, self.rows(step), self.seed, self.fields, self.dtype)
 
     def _order_of_epoch(self, epoch: int) -> Tensor | range:
         if not self.shuffle:
             return range(self.num_rows)
         generator = torch.Generator().manual_seed(fold(self.seed, epoch))
         return torch.randperm(self.num_rows, generator=generator)
+
+
+def batch_size(consumed: int, full: int, ramp: Mapping[str, int] | None) -> int:
+    """Rows of the global batch after so many consumed ones, as Megatron-LM's --rampup-batch-size has it.
+
+    From ramp["start"] it grows by ramp["increment"] at a time, in equal parts of the first ramp["rows"], to `full`.
+    """
+    if ramp is None or consumed >= ramp["rows"]:
+        return full
+    steps = (full - ramp["start"]) // ramp["increment"]
+    return ramp["start"] + consumed * steps // ramp["rows"] * ramp["increment"]
+
+
+def read_rows(
+    dataset, rows: Sequence[tuple[int, int]], seed: int, fields: Sequence[str] | None, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """Rows (position, index) of a dataset as field -> tensor [rows, ...]; a row's position seeds the generators."""
+    samples = []
+    with seeded_reads() as seed_generators:
+        for position, index in rows:
+            seed_generators(seed, position)
+            samples.append(read_row(dataset, index, fields, dtype))
+    for (_, index), sample in zip(rows, samples, strict=True):
+        check_alike(dataset, rows[0][1], samples[0], index, sample)
+    return {field: torch.stack([sample[field] for sample in samples]) for field in samples[0]}
 
 
 def checksum(batch: Mapping[str, Tensor]) -> int:
@@ -101,4 +144,5 @@ def batches_of(config: Any, dataset: Any, dp: int = 1, dp_rank: int = 0) -> Batc
         shuffle=config.data.shuffle,
         fields=config.data.fields,
         dtype=DTYPES[config.precision],
+        ramp=config.train.batch_ramp,
     )

@@ -3,12 +3,15 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
 from meg_compile.errors import Fault, Refused
+from meg_compile.train.split import Part, cut
+from meg_compile.train.tokenizer import load_tokenizer
 
 
 class TextRows(Dataset):
@@ -18,11 +21,20 @@ class TextRows(Dataset):
     int64 [seq_len]. What is left at the end and makes no whole row is not used.
 
     path: a file, read as it is; None is the documentation text that comes with Python (about 465 KB of English).
-    tokenizer: a `tokenizer.json` of the tokenizers library; None makes each byte a token (`vocab_size` 256).
+    tokenizer: a `tokenizer.json` of the tokenizers library, a `vocab.json` with its `merges.txt`, or their folder;
+        None makes each byte a token (`vocab_size` 256).
+    split, part: the tokens, cut in order by these ratios into train, valid and test; None takes all for training.
     Refused: a file that cannot be read, a text that makes no row.
     """
 
-    def __init__(self, seq_len: int, path: str | None = None, tokenizer: str | None = None):
+    def __init__(
+        self,
+        seq_len: int,
+        path: str | None = None,
+        tokenizer: str | None = None,
+        split: Any = None,
+        part: Part = "train",
+    ):
         if seq_len < 1:
             raise Refused(Fault("data.seq_len", seq_len, "a row holds at least one token", "use 1 or more"))
         self.seq_len = seq_len
@@ -35,6 +47,11 @@ class TextRows(Dataset):
                 256,
                 torch.frombuffer(bytearray(_documentation()), dtype=torch.uint8),
             )
+        first, end = cut([1] if split is None else split, part, len(self.tokens))
+        self.tokens = self.tokens[first:end]
+        if len(self) < 1 and part != "train":
+            problem = f"the {part} part's {len(self.tokens)} tokens make no row of {seq_len} and the label after it"
+            raise Refused(Fault("data.split", split or "null", problem, "give it more, as data.split=[969,30,1]"))
         if len(self) < 1:
             problem = f"the text's {len(self.tokens)} tokens make no row of {seq_len} and the label after it"
             shorter = f", or data.seq_len={len(self.tokens) - 1} at most" if len(self.tokens) > 1 else ""
@@ -50,7 +67,7 @@ class TextRows(Dataset):
         return {"input_ids": window[:-1], "labels": window[1:]}
 
     @classmethod
-    def lengths(cls, seq_len: int) -> dict[str, int]:
+    def lengths(cls, seq_len: int, **_: Any) -> dict[str, int]:
         """The tokens of each field of a row, known without a text."""
         return {"input_ids": seq_len, "labels": seq_len}
 
@@ -62,17 +79,24 @@ class TextHalves(TextRows):
     w[h - 1 : -1], "labels": w[h:]}, so the decoder starts from the last token that the encoder reads.
     """
 
-    def __init__(self, seq_len: int, path: str | None = None, tokenizer: str | None = None):
+    def __init__(
+        self,
+        seq_len: int,
+        path: str | None = None,
+        tokenizer: str | None = None,
+        split: Any = None,
+        part: Part = "train",
+    ):
         if seq_len < 2:
             raise Refused(Fault("data.seq_len", seq_len, "each half holds at least one token", "use 2 or more"))
-        super().__init__(seq_len, path, tokenizer)
+        super().__init__(seq_len, path, tokenizer, split, part)
 
     def __getitem__(self, i: int) -> dict[str, Tensor]:
         window, half = super().__getitem__(i)["input_ids"], self.seq_len // 2
         return {"input_ids": window[:half], "decoder_input_ids": window[half - 1 : -1], "labels": window[half:]}
 
     @classmethod
-    def lengths(cls, seq_len: int) -> dict[str, int]:
+    def lengths(cls, seq_len: int, **_: Any) -> dict[str, int]:
         half = seq_len // 2
         return {"input_ids": half, "decoder_input_ids": seq_len - half, "labels": seq_len - half}
 
@@ -92,15 +116,7 @@ def _bytes_of(path: str) -> Tensor:
 
 def _tokenized(path: str | None, tokenizer: str) -> tuple[int, Tensor]:
     """(size of the vocabulary, the text's tokens [n] int32)."""
-    from tokenizers import Tokenizer
-
-    with _readable("data.tokenizer", tokenizer):
-        definition = Path(tokenizer).read_bytes()
-    try:
-        encoder = Tokenizer.from_buffer(definition)
-    except Exception as error:  # the library has no error class of its own
-        problem = f"it is no tokenizer.json ({error})"
-        raise Refused(Fault("data.tokenizer", tokenizer, problem, "name one saved by tokenizers")) from error
+    encoder = load_tokenizer(tokenizer)
     text = _documentation()
     if path is not None:
         with _readable("data.path", path):

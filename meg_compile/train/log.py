@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch.utils.tensorboard import SummaryWriter
 
-SCALARS = ("loss", "grad_norm", "lr", "tokens_per_s", "loss_scale", "skipped")
+SCALARS = ("loss", "grad_norm", "lr", "tokens_per_s", "loss_scale", "skipped", "batch_size", "valid_loss")
 
 
 class RunLog:
@@ -16,7 +16,8 @@ class RunLog:
 
     On a terminal the console has one progress bar, elsewhere one line a step. A record holds `step` (from 1), `loss`,
     `grad_norm` (None for a skipped step), `lr`, `tokens`, `step_s`, `tokens_per_s`, in fp16 `loss_scale` and how many
-    steps were `skipped` so far, and whatever else is to be kept in `metrics.jsonl`.
+    steps were `skipped` so far, `batch_size` where it grows, `valid_loss` after some steps, and whatever else is to be
+    kept in `metrics.jsonl`.
     """
 
     def __init__(self, run_dir: Path, steps: int, console: Console | None = None):
@@ -59,7 +60,8 @@ class RunLog:
 def _figures(record: dict[str, Any]) -> str:
     norm = "overflow, skipped" if record["grad_norm"] is None else f"{record['grad_norm']:.4f}"
     scale = f"  loss_scale {record['loss_scale']:g}  skipped {record['skipped']}" if "loss_scale" in record else ""
+    valid = f"  valid_loss {record['valid_loss']:.4f}" if "valid_loss" in record else ""
     return (
         f"loss {record['loss']:.4f}  grad_norm {norm}  lr {record['lr']:.1e}  "
-        f"tokens/s {record['tokens_per_s']:,.0f}{scale}"
+        f"tokens/s {record['tokens_per_s']:,.0f}{scale}{valid}"
     )

@@ -6,13 +6,22 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+from meg_compile.train.evaluate import Validation
 from meg_compile.train.export import export_weights
 from meg_compile.train.log import RunLog
 from meg_compile.train.step import Trainer
 from meg_compile.train.summary import show, summarize
 
 
-def train(config: Any, program: Any, executor: Any, groups: Any, dataset: Any, run_dir: Path) -> dict[str, Any]:
+def train(
+    config: Any,
+    program: Any,
+    executor: Any,
+    groups: Any,
+    dataset: Any,
+    run_dir: Path,
+    validation: Validation | None = None,
+) -> dict[str, Any]:
     """Train for `config.train.steps` steps and write the weights where the configuration asks for them.
 
     Rank 0 writes `metrics.jsonl` and TensorBoard's events under `run_dir` and prints; every rank returns the figures
@@ -41,6 +50,10 @@ def train(config: Any, program: Any, executor: Any, groups: Any, dataset: Any, r
                     "rows": [f"{checksum:016x}" for checksum in gradients.checksums],
                 }
             )
+            if config.train.batch_ramp:
+                records[-1] |= {"batch_size": trainer.batches.span(step)[1]}
+            if validation and validation.due(step + 1):
+                records[-1] |= {"valid_loss": validation.measure()}
             if scaled:
                 records[-1] |= scaled | {"skipped": trainer.num_skipped}
             if log:

@@ -34,6 +34,7 @@ def summarize(
         "skipped_steps": records[-1].get("skipped", 0) if records else 0,
         "loss_first": records[0]["loss"] if records else None,
         "loss_last": records[-1]["loss"] if records else None,
+        "valid_loss_last": next((r["valid_loss"] for r in reversed(records) if "valid_loss" in r), None),
         "tokens": sum(record["tokens"] for record in records),
         "tokens_per_s": sum(r["tokens"] for r in steady) / sum(r["step_s"] for r in steady) if steady else None,
         "num_parameters": sum(spec.numel for spec in program.params.values() if not spec.buffer),
@@ -52,6 +53,8 @@ def show(result: dict[str, Any], plan: Plan, console: Console | None = None) -> 
     table.add_row("  per rank", _range(result["num_parameters_per_rank"], "{:,}"))
     if result["steps"]:
         table.add_row("loss", f"{result['loss_first']:.4f} -> {result['loss_last']:.4f} in {result['steps']} steps")
+        if result["valid_loss_last"] is not None:
+            table.add_row("validation loss", f"{result['valid_loss_last']:.4f} after the last step")
         if result["skipped_steps"]:
             table.add_row("", f"{result['skipped_steps']} of them skipped: gradients overflowed")
         table.add_row("tokens/s", f"{result['tokens_per_s']:,.0f}")
