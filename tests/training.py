@@ -58,6 +58,8 @@ def config(**changes: Any) -> Config:
         | {"loss_scale": None, "check": False},
         "verify": {"steps": 3, "tolerance": None},
         "launch": {"nproc": None, "device": "cpu", "threads": 1},
+        "checkpoint": {"dir": None, "every": None, "keep": 2, "keep_every": None, "resume": "auto"}
+        | {"background": True, "signal": None},
         "export": {"path": None},
         "explain": {"block": 0},
     }

@@ -20,7 +20,7 @@ from meg_compile.errors import Fault
 __all__ = ["OWN", "Config", "DataConfig", "Here", "OptimConfig", "PlanConfig", "Target", "TrainConfig"]
 __all__ += ["from_dict", "load", "resolve", "save"]
 
-PATHS = ("data.path", "data.tokenizer", "export.path")
+PATHS = ("data.path", "data.tokenizer", "export.path", "checkpoint.dir", "checkpoint.resume")
 
 
 def resolve(
@@ -34,7 +34,7 @@ def resolve(
     """
     reading = read(plain, faults)
     for key in PATHS:
-        if isinstance(path := reading.values.get(key), str):
+        if isinstance(path := reading.values.get(key), str) and (key, path) != ("checkpoint.resume", "auto"):
             reading.values[key] = _absolute(
                 path, directory, reading.values.get("data._target_") if "data" in key else OWN
             )
