@@ -33,7 +33,8 @@ from meg_compile.train.loop import train
 from meg_compile.train.rows import seeded_reads
 from meg_compile.verify import DropoutOff, Report, verify
 
-EXIT_CODES = {"ok": 0, "failed": 1, "refused": 2, "stopped": 130}
+EXIT_CODES = {"ok": 0, "failed": 1, "refused": 2, "stopped": 0}
+"""What `run` raises when it is stopped has a code of its own; a worker of torchrun that saved and stopped has not failed."""
 
 
 def run(
@@ -71,8 +72,10 @@ def run(
             world.publish(None)
         outcome |= {"status": "refused", "error": str(error)}
     except KeyboardInterrupt:
-        write_json(run_dir / "result.json", outcome | {"status": "stopped"})
-        print("stopped; no process is left", file=sys.stderr, flush=True)
+        saved = has_saved(run_dir)
+        if not saved:
+            write_json(run_dir / "result.json", outcome | {"status": "stopped"})
+        print(f"stopped{saved}; no process is left", file=sys.stderr, flush=True)
         raise
     except (Exception, SystemExit) as error:
         error = Exited(error) if isinstance(error, SystemExit) else error
@@ -110,14 +113,31 @@ def eject_program(config: Config, program: Program, run_dir: Path) -> dict[str, 
 
 
 def run_workers(config: Config, run_dir: Path) -> dict[str, Any]:
-    """Starts the workers, waits for them and returns what rank 0 wrote. RankFailed if one of them failed."""
+    """Starts the workers, waits for them and returns what rank 0 wrote.
+
+    RankFailed if one of them failed. KeyboardInterrupt with the signal by which they were stopped.
+    """
     nproc = config.num_ranks
     device = device_type(config.launch.device, nproc)
-    launch("meg_compile.driver:worker", nproc, run_dir, device, config.launch.threads)
+    saves = config.task == "train" and config.checkpoint.dir is not None
+    warning = config.checkpoint.signal if saves else None
+    threads = config.launch.threads
+    launch("meg_compile.driver:worker", nproc, run_dir, device, threads, saves=saves, warning=warning)
     result = json.loads((run_dir / "result.json").read_text())
     if "error" in result:  # every process ended with 0, as by os._exit(0)
         raise MegError(f"the processes ended before the run was done; see {run_dir / 'logs'}")
+    if result["status"] == "stopped":  # the signal reached a worker alone
+        raise KeyboardInterrupt(result["signal"])
     return result
+
+
+def has_saved(run_dir: Path) -> str:
+    """Where the run that was stopped left a checkpoint: words behind "stopped"."""
+    try:
+        result = json.loads((run_dir / "result.json").read_text())
+    except (OSError, ValueError):
+        return ""
+    return f", saved in {result['checkpoint']}" if result["status"] == "stopped" and result.get("checkpoint") else ""
 
 
 def worker(run_dir: Path) -> None:

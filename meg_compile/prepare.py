@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meg_compile.checkpoint.resume import resume_faults
 from meg_compile.compiler import compile
 from meg_compile.config import OWN, Config, Here, resolve
 from meg_compile.config.schema import ALONE
@@ -56,6 +57,8 @@ def prepare(
         faults += label_faults(config, program, dataset) + _field_faults(config, program, dataset)
         faults += _block_faults(config, program) + _noise_faults(config, program)
         faults += eject_faults(program) if config.task == "eject" else []
+        if config.task == "train":
+            faults += resume_faults(config, program, lambda step: batches_of(config, dataset).rows(step)[0][0])
     except Refused as error:
         if faults:
             raise Refused([*faults, *error.faults]) from error

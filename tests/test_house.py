@@ -16,6 +16,7 @@ LAYERS = [
     {"prepare"},
     {"verify", "planner"},
     {"train"},
+    {"checkpoint"},
     {"compiler"},
     {"runtime"},
     {"weights"},

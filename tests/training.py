@@ -60,6 +60,8 @@ def config(**changes: Any) -> Config:
         "verify": {"steps": 3, "tolerance": None},
         "launch": {"nproc": None, "device": "cpu", "threads": 1},
         "init": {"path": None},
+        "checkpoint": {"dir": None, "every": None, "keep": 2, "keep_every": None, "resume": "auto"}
+        | {"background": True, "signal": None},
         "export": {"path": None, "dtype": "held", "max_shard_gb": 5.0},
         "explain": {"block": 0},
     }

@@ -20,7 +20,7 @@ from meg_compile.errors import Fault
 __all__ = ["OWN", "Config", "DataConfig", "Here", "OptimConfig", "PlanConfig", "Target", "TrainConfig"]
 __all__ += ["from_dict", "load", "resolve", "save"]
 
-PATHS = ("data.path", "data.tokenizer", "model.path", "init.path", "export.path")
+PATHS = ("data.path", "data.tokenizer", "model.path", "init.path", "checkpoint.dir", "checkpoint.resume", "export.path")
 
 
 def resolve(
@@ -34,7 +34,8 @@ def resolve(
     """
     reading = read(plain, faults)
     for key in PATHS:
-        if path := reading.values.get(key):
+        path = reading.values.get(key)
+        if path and (key, path) != ("checkpoint.resume", "auto"):
             target = reading.values.get(f"{key.split('.')[0]}._target_", OWN)
             reading.values[key] = _absolute(path, directory, target)
     if isinstance(other := reading.values.get("eval.data"), dict):

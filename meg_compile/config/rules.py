@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import signal
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -51,6 +52,9 @@ BOUNDS: dict[str, tuple[float, bool, str]] = {
     "launch.nproc": (1, True, "a count of processes"),
     "launch.threads": (1, True, "a count of threads"),
     "export.max_shard_gb": (0, False, "a size in gigabytes"),
+    "checkpoint.every": (1, True, "a count of steps"),
+    "checkpoint.keep": (1, True, "a count of checkpoints"),
+    "checkpoint.keep_every": (1, True, "a count of steps"),
     "explain.block": (0, True, "a position"),
     "data.seq_len": (1, True, "a count of tokens"),
 }
@@ -275,6 +279,21 @@ def _export(v: Mapping[str, Any], here: Here) -> list[Fault]:
     return []
 
 
+def _checkpoint(v: Mapping[str, Any], here: Here) -> list[Fault]:
+    directory, every, number = (v[f"checkpoint.{name}"] for name in ("dir", "every", "signal"))
+    faults = []
+    if directory is None and every is not None:
+        fix = "add checkpoint.dir=DIR, or leave it out"
+        faults.append(Fault("checkpoint.every", every, "there is no directory to save into", fix))
+    if directory is not None and os.path.lexists(directory) and not os.path.isdir(directory):
+        faults.append(Fault("checkpoint.dir", directory, "is a file, not a directory", "choose another place"))
+    known = [name for name in ("SIGUSR1", "SIGUSR2", "SIGHUP", "SIGALRM", "SIGCONT") if hasattr(signal, name)]
+    if number is not None and number not in known:
+        problem = "no such signal to stop by" if not hasattr(signal, number) else "it means something else"
+        faults.append(Fault("checkpoint.signal", number, problem, f"use {any_of(known)}, or null for SIGTERM alone"))
+    return faults
+
+
 def _join(first: str, second: str) -> str:
     return f"{first}, or {second}"
 
@@ -292,4 +311,5 @@ RULES: tuple[Callable[[Mapping[str, Any], Here], list[Fault]], ...] = (
     _text,
     _context,
     _export,
+    _checkpoint,
 )

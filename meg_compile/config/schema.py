@@ -156,6 +156,28 @@ class LaunchConfig:
 
 
 @dataclass
+class CheckpointConfig:
+    """The state of a training run on disk, from which it goes on."""
+
+    dir: str | None
+    """Where to save; null for nowhere. A run that finds checkpoints there goes on from the latest good one."""
+    every: int | None
+    """Steps between two checkpoints; null saves at the end, and where a signal stops the run."""
+    keep: int
+    """How many of the last ones stay."""
+    keep_every: int | None
+    """Those of every so many steps stay as well; null for none."""
+    resume: str | None
+    """auto goes on from the latest good one in `dir`, or starts afresh; a path goes on from that one; null starts
+    afresh."""
+    background: bool
+    """Write while training goes on, from a copy in main memory."""
+    signal: str | None
+    """A signal beside SIGTERM at which the run saves and stops, as Slurm sends one before the time is up; null for
+    none."""
+
+
+@dataclass
 class ExportConfig:
     """The trained weights, as whole tensors."""
 
@@ -218,6 +240,8 @@ class Config:
     """The processes."""
     init: InitConfig
     """The starting weights."""
+    checkpoint: CheckpointConfig
+    """The state of the run on disk."""
     export: ExportConfig
     """The trained weights."""
     explain: ExplainConfig

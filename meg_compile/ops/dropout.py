@@ -17,28 +17,33 @@ class ShardRng:
 
     def __init__(self, seed: int, device: torch.device):
         self.device = device
+        self.seed(seed)
+
+    def seed(self, seed: int) -> None:
+        """Start the stream anew."""
         with self._kept():
-            self._generator().manual_seed(seed)
-            self.state = self._generator().get_state()
+            self.generator().manual_seed(seed)
+            self.state = self.generator().get_state()
 
     @contextmanager
     def fork(self) -> Iterator[None]:
         """Draw from this stream inside, from the default one outside."""
         with self._kept():
-            self._generator().set_state(self.state)
+            self.generator().set_state(self.state)
             yield
-            self.state = self._generator().get_state()
+            self.state = self.generator().get_state()
 
     @contextmanager
     def _kept(self) -> Iterator[None]:
-        generator = self._generator()
+        generator = self.generator()
         outer = generator.get_state()
         try:
             yield
         finally:
             generator.set_state(outer)
 
-    def _generator(self) -> torch.Generator:
+    def generator(self) -> torch.Generator:
+        """The default generator of the device."""
         if self.device.type == "cuda":
             return torch.cuda.default_generators[self.device.index or 0]
         return torch.default_generator

@@ -60,9 +60,9 @@ class Executor:
             if s.halved and n not in self.split
         }
         tp = Group(program.plan.tp, at.tp, groups.tp)
-        rng = ShardRng(seed + 7919 * (1 + groups.rank), device)
+        self.rng = ShardRng(seed + 7919 * (1 + groups.rank), device)
         self.cp = Group(program.plan.cp, at.cp, groups.cp)
-        bound = {TP: tp, CP: self.cp, RNG: rng, DECODING: decoding}
+        bound = {TP: tp, CP: self.cp, RNG: self.rng, DECODING: decoding}
         read = whole | {f"{COPY}{name}": copy for name, copy in self.copies.items()}
         self.modules: list[StageModule] = [bind(s, program.plan, read, bound, device, compiled) for s in self.stages]
         self.shards = self._shard(whole) if self.split else None
@@ -115,11 +115,17 @@ class Executor:
                 missing.discard(name)
         assert not missing, f"no starting values for {sorted(missing)}"
 
-    def seed(self, seed: int) -> None:
+    def seed(self, seed: int, step: int = 0) -> None:
         """Seed this device's generator, from which dropout="fast" draws the masks of whole values: alike on the tp
-        ranks that hold the same value, otherwise on each replica, part of the sequence and stage."""
+        ranks that hold the same value, otherwise on each replica, part of the sequence and stage.
+
+        step: where a run goes on without the streams that it had; both then start anew, as others than before.
+        """
         at = self.groups.coords
+        seed += 15485863 * step
         torch.manual_seed(seed + 100 * at.pp + 10007 * at.dp + 1000003 * at.cp)
+        if step:
+            self.rng.seed(seed + 7919 * (1 + self.groups.rank))
 
     def run(self, batch: Batch, scale: float, reduce: bool = False) -> float:
         """Forward and backward over all micro-batches of a replica's rows {field: [rows, ...]}.

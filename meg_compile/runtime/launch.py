@@ -12,7 +12,7 @@ import signal
 import socket
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -31,17 +31,30 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from meg_compile.errors import RankFailed
 from meg_compile.runtime.blame import first_failure
 
+SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP")
 LOOPBACK = "127.0.0.1"
 LOOPBACK_INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
 STOP_SECONDS = 10
+SAVE_SECONDS = 3600
 
 
-def launch(entry: str, nproc: int, run_dir: Path, device: str, threads: int | None = None) -> None:
+def launch(
+    entry: str,
+    nproc: int,
+    run_dir: Path,
+    device: str,
+    threads: int | None = None,
+    *,
+    saves: bool = False,
+    warning: str | None = None,
+) -> None:
     """Runs `entry` on `nproc` processes and waits for them.
 
     entry    "module:function"; each process calls function(run_dir) with RANK and the like in its environment
     device   "cuda" gives nccl the loopback interface too
     threads  CPU threads per process; None shares the cores out evenly
+    saves    they save before they end when they are told to stop, and are given the time for it
+    warning  the name of another signal that tells them to stop
 
     RankFailed: a process failed; all of them have ended by then. KeyboardInterrupt: we were told to stop, by the
     signal in its argument; all of them have ended too.
@@ -51,7 +64,7 @@ def launch(entry: str, nproc: int, run_dir: Path, device: str, threads: int | No
         tempfile.TemporaryDirectory(prefix="meg_compile_") as scratch,
         _environment(_worker_env(nproc, device, threads)),
         _agent_log(run_dir / "logs" / "launcher.log"),
-        _own_signal_handlers(),
+        _own_signal_handlers([*SIGNALS, warning] if warning else SIGNALS) as handled,
     ):
         config = LaunchConfig(
             min_nodes=1,
@@ -63,7 +76,8 @@ def launch(entry: str, nproc: int, run_dir: Path, device: str, threads: int | No
             max_restarts=0,
             monitor_interval=0.1,
             local_addr=LOOPBACK,
-            signals_to_handle="SIGTERM,SIGINT,SIGHUP",
+            signals_to_handle=",".join(handled),
+            shutdown_timeout=SAVE_SECONDS if saves else STOP_SECONDS,
         )
         try:
             elastic_launch(config, sys.executable)("-m", "meg_compile.runtime.worker", entry, str(run_dir))
@@ -128,7 +142,6 @@ def _worker_env(nproc: int, device: str, threads: int | None) -> dict[str, str]:
         "OMP_NUM_THREADS": str(threads or max(1, num_cores() // nproc)),
         "GLOO_SOCKET_IFNAME": LOOPBACK_INTERFACE,
         "TP_SOCKET_IFNAME": LOOPBACK_INTERFACE,
-        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(STOP_SECONDS),
         "PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path),
         "PYTHONUNBUFFERED": "1",
         "THP_MEM_ALLOC_ENABLE": "1",  # huge pages: large logits fault less often
@@ -167,12 +180,11 @@ def _agent_log(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _own_signal_handlers() -> Iterator[None]:
-    """The agent replaces signal handlers; ours come back afterwards."""
-    signals = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-    before = {number: signal.getsignal(number) for number in signals}
+def _own_signal_handlers(names: Sequence[str]) -> Iterator[Sequence[str]]:
+    """The agent replaces the handlers of these signals; ours come back afterwards."""
+    before = {number: signal.getsignal(number) for number in (signal.Signals[name] for name in names)}
     try:
-        yield
+        yield names
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -39,10 +39,10 @@ def main(entry: str, run_dir: Path) -> int:
     return 0
 
 
-def end_with_parent() -> None:
-    """This process does not outlive the one that started it, however that one ends (on Linux)."""
+def end_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
+    """This process does not outlive the one that started it, however that one ends (on Linux): it gets this signal."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
 
 
 def _call(entry: str, run_dir: Path) -> None:

@@ -18,15 +18,23 @@ class RunLog:
     `grad_norm` (None for a skipped step), `lr`, `tokens`, `step_s`, `tokens_per_s`, in fp16 `loss_scale` and how many
     steps were `skipped` so far, `batch_size` where it grows, `valid_loss` after some steps, and whatever else is to be
     kept in `metrics.jsonl`.
+
+    done, earlier: the steps that a run goes on from, and the `metrics.jsonl` that has them. `metrics.jsonl` starts with
+    those lines, so that it is the curve of one run.
     """
 
-    def __init__(self, run_dir: Path, steps: int, console: Console | None = None):
-        self.run_dir, self.steps = run_dir, steps
+    def __init__(
+        self, run_dir: Path, steps: int, console: Console | None = None, done: int = 0, earlier: Path | None = None
+    ):
+        self.run_dir, self.steps, self.done = run_dir, steps, done
         self.console = console or Console()
+        self.earlier = lines_until(earlier, done) if earlier else []
 
     def __enter__(self) -> "RunLog":
         self.metrics = (self.run_dir / "metrics.jsonl").open("w")
-        self.tensorboard = SummaryWriter(str(self.run_dir / "tensorboard"))
+        self.metrics.writelines(self.earlier)
+        self.metrics.flush()
+        self.tensorboard = SummaryWriter(str(self.run_dir / "tensorboard"), purge_step=self.done + 1 if self.done else None)
         self.progress = None
         if self.console.is_terminal:
             columns = (
@@ -36,7 +44,7 @@ class RunLog:
                 TextColumn("{task.description}"),
             )
             self.progress = Progress(*columns, TimeRemainingColumn(), console=self.console)
-            self.bar = self.progress.add_task("", total=self.steps)
+            self.bar = self.progress.add_task("", total=self.steps, completed=self.done)
             self.progress.start()
         return self
 
@@ -55,6 +63,19 @@ class RunLog:
             self.progress.stop()
         self.metrics.close()
         self.tensorboard.close()
+
+
+def lines_until(path: Path, step: int) -> list[str]:
+    """The lines of a `metrics.jsonl` up to a step; none where there is no such file."""
+    if not path.is_file():
+        return []
+    found: dict[int, str] = {}
+    for line in path.read_text().splitlines(keepends=True):
+        try:
+            found[json.loads(line)["step"]] = line
+        except (ValueError, KeyError, TypeError):  # one that was cut short
+            break
+    return [line for number, line in found.items() if number <= step]
 
 
 def _figures(record: dict[str, Any]) -> str:

@@ -6,6 +6,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+from meg_compile.checkpoint.keeper import Keeper
 from meg_compile.train.evaluate import Validation
 from meg_compile.train.export import export_weights
 from meg_compile.train.log import RunLog
@@ -22,17 +23,21 @@ def train(
     run_dir: Path,
     validation: Validation | None = None,
 ) -> dict[str, Any]:
-    """Train for `config.train.steps` steps and write the weights where the configuration asks for them.
+    """Train up to `config.train.steps` steps, from a checkpoint where there is one to go on from, and write the weights
+    where the configuration asks for them.
 
     Rank 0 writes `metrics.jsonl` and TensorBoard's events under `run_dir` and prints; every rank returns the figures
-    for `result.json`. MegError where the ranks of a replica read different rows or the loss is no number.
+    for `result.json`, with status "stopped" where a signal ended it early. MegError where the ranks of a replica read
+    different rows, the loss is no number or a checkpoint cannot be written.
     """
     trainer = Trainer(config, program, executor, groups, dataset)
     is_first = groups.rank == 0
     records: list[dict[str, Any]] = []
     started = time.perf_counter()
-    with RunLog(run_dir, config.train.steps) if is_first else nullcontext() as log:
-        for step in range(config.train.steps):
+    keeper = Keeper(config, trainer, run_dir)
+    run_log = RunLog(run_dir, config.train.steps, done=keeper.start, earlier=keeper.earlier) if is_first else None
+    with keeper, run_log or nullcontext() as log:
+        for step in range(keeper.start, config.train.steps):
             step_started = time.perf_counter()
             scaled = {"loss_scale": trainer.scale.value} if config.precision == "fp16" else {}
             gradients = trainer.gradients(step)
@@ -58,10 +63,12 @@ def train(
                 records[-1] |= scaled | {"skipped": trainer.num_skipped}
             if log:
                 log.step(records[-1])
+            if keeper.after(step + 1, gradients.stop):
+                break
     train_s = time.perf_counter() - started
-    if config.export.path is not None:
+    if config.export.path is not None and not keeper.stopped:
         export_weights(config, program, executor.gather("value"), is_first)
-    result = summarize(config, program, executor, records, train_s)
+    result = summarize(config, program, executor, records, train_s) | keeper.figures()
     if is_first:
         show(result, program.plan)
     return result

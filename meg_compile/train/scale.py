@@ -28,6 +28,16 @@ class LossScale:
         """Whether an overflow may be the scale's fault, so that skipping the step helps."""
         return self.adapts and self.value > SMALLEST
 
+    def state(self) -> dict[str, float]:
+        """What `load` takes, for a checkpoint."""
+        return {"value": self.value, "good_steps": self._good_steps, "patience": self._patience}
+
+    def load(self, state: dict[str, float]) -> None:
+        """Go on as the scale that gave `state`; a fixed one stays."""
+        if self.adapts:
+            self.value, self._good_steps = state["value"], int(state["good_steps"])
+            self._patience = int(state["patience"])
+
     def update(self, overflow: bool) -> None:
         """To be called once a step."""
         if not self.adapts:

@@ -18,13 +18,15 @@ class Gradients(NamedTuple):
     """What a forward and backward pass over one global batch gave; the same on every rank.
 
     loss: mean over all `tokens` counted. norm: of the whole model's gradient, before clipping; inf or nan where it
-    overflowed in fp16, so that the step is to be skipped. checksums: of the rows of each replica.
+    overflowed in fp16, so that the step is to be skipped. checksums: of the rows of each replica. stop: the signal by
+    which some rank was asked to stop, 0 for none.
     """
 
     loss: float
     norm: float
     tokens: int
     checksums: list[int]
+    stop: int = 0
 
 
 class Trainer:
@@ -39,6 +41,8 @@ class Trainer:
         self.scale = LossScale(config.train.loss_scale if config.precision == "fp16" else 1.0)
         self.num_skipped = 0
         self.lr = learning_rates(config.optim, config.train.steps)
+        self.asked: dict[int, bool] = {}
+        """The signals that ask to stop, and whether this rank has got them; the same signals on every rank."""
 
     def gradients(self, step: int) -> Gradients:
         """Read, run all micro-batches, reduce. MegError, on all ranks, where the loss or the norm is no number."""
@@ -53,7 +57,9 @@ class Trainer:
         loss = self.executor.run(batch, scale * self.program.units.scale(agreed.tokens), reduce=True)
         self.executor.reduce_gradients()
         # The last stage's tp ranks all hold their replica's share of the loss; ranks of other stages give 0.
-        sums = torch.tensor([loss if coords.tp == 0 else 0.0, 0.0], dtype=torch.float64, device=device)
+        asked = dict(self.asked)
+        mine = [loss if coords.tp == 0 else 0.0, 0.0, *map(float, asked.values())]
+        sums = torch.tensor(mine, dtype=torch.float64, device=device)
         sums[1] = self.executor.norm_squared()
         if dist.is_initialized() and dist.get_world_size() > 1:
             dist.all_reduce(sums)
@@ -63,7 +69,8 @@ class Trainer:
         if not math.isfinite(norm) and not self.scale.may_fall:
             raise MegError(self._not_finite(step, "gradient norm", norm, in_gradients(self.executor)))
         self.executor.scale_gradients(1 / scale)
-        return Gradients(loss, norm, agreed.tokens, agreed.checksums)
+        stop = next((number for number, count in zip(asked, sums[2:].tolist(), strict=True) if count), 0)
+        return Gradients(loss, norm, agreed.tokens, agreed.checksums, stop)
 
     def update(self, step: int, norm: float) -> float:
         """Clip, move the weights, forget the gradients. Returns the learning rate.

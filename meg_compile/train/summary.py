@@ -65,6 +65,8 @@ def show(result: dict[str, Any], plan: Plan, console: Console | None = None) -> 
         _range([b / 2**20 for b in result["peak_memory_bytes_per_rank"]], "{:,.0f}") + " MiB",
     )
     table.add_row("time", f"{result['train_s']:.1f} s")
+    if result["checkpoint"]:
+        table.add_row("checkpoint", result["checkpoint"])
     if result["export"]:
         table.add_row("weights", result["export"])
     (console or Console()).print(table)
