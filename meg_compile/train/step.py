@@ -7,8 +7,9 @@ import torch
 import torch.distributed as dist
 
 from meg_compile.errors import MegError
+from meg_compile.runtime.learning_rate import learning_rates
 from meg_compile.runtime.nonfinite import in_forward, in_gradients
-from meg_compile.runtime.optimizer import build_optimizer, clip_, learning_rates, set_lr
+from meg_compile.runtime.optimizer import build_optimizer, clip_, set_lr
 from meg_compile.train.agree import agree
 from meg_compile.train.batches import Batches, batches_of
 from meg_compile.train.scale import LossScale
@@ -35,7 +36,7 @@ class Trainer:
         self.data_name, self.clip_grad = type(dataset).__name__, config.train.clip_grad
         self.seed = config.train.seed
         self.batches: Batches = batches_of(config, dataset, groups.mesh.dp, groups.coords.dp)
-        self.optimizer = build_optimizer(executor.parameters, config.optim)
+        self.optimizer = build_optimizer(executor.by_name(), config.optim)
         self.scale = LossScale(config.train.loss_scale if config.precision == "fp16" else 1.0)
         self.num_skipped = 0
         self.lr = learning_rates(config.optim, config.train.steps)
