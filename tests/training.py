@@ -57,7 +57,8 @@ def config(**changes: Any) -> Config:
         | {"warmup_fraction": None, "no_decay": [], "groups": [], "frozen": [], "decay_steps": None}
         | {"wsd_decay_steps": None, "wsd_decay": "linear"},
         "train": {"steps": 5, "micro_batch_size": 2, "global_batch_size": 8, "seed": reference.SEED, "clip_grad": 0.0}
-        | {"loss_scale": None, "check": False},
+        | {"loss_scale": None, "check": False, "check_replicas": 1},
+        "log": {"every": 2, "timers": None, "peak_tflops": None, "wandb": None},
         "verify": {"steps": 3, "tolerance": None},
         "launch": {"nproc": None, "device": "cpu", "threads": 1},
         "export": {"path": None},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import os
 from collections.abc import Callable, Mapping
@@ -47,6 +48,9 @@ BOUNDS: dict[str, tuple[float, bool, str]] = {
     "optim.wsd_decay_steps": (1, True, "a count of steps"),
     "optim.eps": (0, False, "a small positive number"),
     "optim.momentum": (0, True, "a rate"),
+    "train.check_replicas": (1, True, "a count of steps"),
+    "log.every": (1, True, "a count of steps"),
+    "log.peak_tflops": (0, False, "10^12 operations a second"),
     "verify.steps": (1, True, "a count of steps"),
     "verify.tolerance": (0, False, "a relative error"),
     "launch.nproc": (1, True, "a count of processes"),
@@ -57,7 +61,13 @@ BOUNDS: dict[str, tuple[float, bool, str]] = {
 LARGEST = 2**31 - 1
 MOST = {"train.seed": 2**63 - 1, "launch.threads": 1024, "launch.nproc": 4096}
 MOST |= dict.fromkeys(("train.micro_batch_size", "train.global_batch_size", "data.seq_len"), 2**24)
-EXAMPLES = {"optim.lr": "0.001", "train.loss_scale": "65536", "optim.eps": "1e-08", "verify.tolerance": "1e-09"}
+EXAMPLES = {
+    "log.peak_tflops": "989",
+    "optim.lr": "0.001",
+    "train.loss_scale": "65536",
+    "optim.eps": "1e-08",
+    "verify.tolerance": "1e-09",
+}
 
 
 def check(reading: Reading, here: Here) -> None:
@@ -276,6 +286,13 @@ def _export(v: Mapping[str, Any], here: Here) -> list[Fault]:
     return []
 
 
+def _wandb(v: Mapping[str, Any], here: Here) -> list[Fault]:
+    project = v["log.wandb"]
+    if project is None or v["task"] != "train" or importlib.util.find_spec("wandb"):
+        return []
+    return [Fault("log.wandb", project, "wandb is not installed", "pip install wandb, or use log.wandb=null")]
+
+
 def _join(first: str, second: str) -> str:
     return f"{first}, or {second}"
 
@@ -294,4 +311,5 @@ RULES: tuple[Callable[[Mapping[str, Any], Here], list[Fault]], ...] = (
     _text,
     _context,
     _export,
+    _wandb,
 )

@@ -131,6 +131,9 @@ class TrainConfig:
     """What the loss is multiplied by in fp16, so that small gradients are not lost; null adapts it."""
     check: bool | None
     """Compare one step with the plain model before training; null for small models only."""
+    check_replicas: int | None
+    """Steps between comparisons of the copies of parameters that ranks hold alike, which stop a run whose copies part;
+    null for none."""
 
 
 @dataclass
@@ -153,6 +156,21 @@ class LaunchConfig:
     """Where to compute; auto is cuda where every local rank has a GPU of its own, else cpu."""
     threads: int | None
     """CPU threads per process; null shares the cores out evenly."""
+
+
+@dataclass
+class LogConfig:
+    """What a run measures and where it is shown."""
+
+    every: int
+    """Steps between gatherings of the phases' times and the memory of all ranks."""
+    timers: bool | None
+    """Whether the phases of a step are timed; null on CPUs alone, where that costs nothing."""
+    peak_tflops: float | None
+    """What a rank could do at most, in 10^12 operations a second, for the share that it does (MFU); null for that of a
+    known GPU, and no share on others."""
+    wandb: str | None
+    """A project of Weights & Biases to log to as well; null for none."""
 
 
 @dataclass
@@ -201,6 +219,8 @@ class Config:
     """The comparison with the plain model."""
     launch: LaunchConfig
     """The processes."""
+    log: LogConfig
+    """What is measured."""
     export: ExportConfig
     """The trained weights."""
     explain: ExplainConfig

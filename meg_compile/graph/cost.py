@@ -44,6 +44,21 @@ def count_flops(nodes: Iterable[fx.Node]) -> Flops:
     return Flops(sum(whole for own, whole in found if own < whole), sum(whole for _, whole in found))
 
 
+def training_flops(nodes: Iterable[fx.Node]) -> int:
+    """Floating-point operations of the plain model's forward and backward, of a rewritten graph's operators.
+
+    The gradient of each factor of a product costs as much as the product; one that nobody needs (of a frozen weight,
+    of inputs before the first trained parameter) is not computed.
+    """
+    return sum(node.meta["whole_flops"] * (1 + _num_gradients(node)) for node in nodes if node.meta.get("whole_flops"))
+
+
+def _num_gradients(product: fx.Node) -> int:
+    factors = {"linear": product.args[:2], "addmm": product.args[1:3], "baddbmm": product.args[1:3]}
+    read = factors.get(base_name(product.target), product.all_input_nodes)
+    return min(sum(isinstance(n, fx.Node) and bool(n.meta.get("grad")) for n in read), 2)
+
+
 def moved(node: fx.Node) -> int:
     """Bytes that a node's forward reads and writes, views aside."""
     if node.op != "call_function" or base_name(node.target) in _VIEWS:

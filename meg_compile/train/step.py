@@ -13,6 +13,7 @@ from meg_compile.runtime.optimizer import build_optimizer, clip_, set_lr
 from meg_compile.train.agree import agree
 from meg_compile.train.batches import Batches, batches_of
 from meg_compile.train.scale import LossScale
+from meg_compile.train.timers import Timers
 
 
 class Gradients(NamedTuple):
@@ -39,20 +40,24 @@ class Trainer:
         self.optimizer = build_optimizer(executor.by_name(), config.optim)
         self.scale = LossScale(config.train.loss_scale if config.precision == "fp16" else 1.0)
         self.num_skipped = 0
+        self.timers = Timers(executor.device, config.log.timers)
         self.lr = learning_rates(config.optim, config.train.steps)
 
     def gradients(self, step: int) -> Gradients:
         """Read, run all micro-batches, reduce. MegError, on all ranks, where the loss or the norm is no number."""
         rows = [position for position, _ in self.batches.rows(step)]
-        batch = self.program.keyed(self.batches[step], self.seed, step, rows)
+        with self.timers("data"):
+            batch = self.program.keyed(self.batches[step], self.seed, step, rows)
         coords, device = self.groups.coords, self.executor.device
         where = f"step {step + 1}, data {self.data_name}"
         agreed = agree(
             batch, self.program.count(batch), self.groups.mesh.dp, coords.dp, device, where, self.program.labels(batch)
         )
         scale = self.scale.value
-        loss = self.executor.run(batch, scale * self.program.units.scale(agreed.tokens), reduce=True)
-        self.executor.reduce_gradients()
+        with self.timers("forward_backward"):
+            loss = self.executor.run(batch, scale * self.program.units.scale(agreed.tokens), reduce=True)
+        with self.timers("reduce"):
+            self.executor.reduce_gradients()
         # The last stage's tp ranks all hold their replica's share of the loss; ranks of other stages give 0.
         sums = torch.tensor([loss if coords.tp == 0 else 0.0, 0.0], dtype=torch.float64, device=device)
         sums[1] = self.executor.norm_squared()
@@ -73,9 +78,10 @@ class Trainer:
         """
         lr = self.lr(step - self.num_skipped)
         if math.isfinite(norm):
-            clip_(self.executor.parameters, norm, self.clip_grad)
-            set_lr(self.optimizer, lr)
-            self.optimizer.step()
+            with self.timers("optimizer"):
+                clip_(self.executor.parameters, norm, self.clip_grad)
+                set_lr(self.optimizer, lr)
+                self.optimizer.step()
         else:
             self.num_skipped += 1
         self.scale.update(overflow=not math.isfinite(norm))
