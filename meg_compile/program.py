@@ -255,7 +255,7 @@ class Program:
         `parallel_flops`: three times its total where all is trained, as Megatron's formula has it (Narayanan et al.
         2021, arXiv:2104.04473, equation 3). Products whose gradients nobody needs count less; what is recomputed does
         not count."""
-        return training_flops(self._nodes()) * self.plan.cp
+        return training_flops(self._nodes(), self.plan.cp)
 
     def _nodes(self) -> Iterable[fx.Node]:
         """Of all stages; some run in several."""

@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from meg_compile.graph.nodes import base_name
+from meg_compile.ops.context import context_attention
 
 FLOPS_PER_BYTE = 10.0
 """Floating-point operations a machine does while it moves one byte of memory; between a CPU core's 5 and a GPU's 100.
@@ -44,13 +45,15 @@ def count_flops(nodes: Iterable[fx.Node]) -> Flops:
     return Flops(sum(whole for own, whole in found if own < whole), sum(whole for _, whole in found))
 
 
-def training_flops(nodes: Iterable[fx.Node]) -> int:
+def training_flops(nodes: Iterable[fx.Node], cp: int) -> int:
     """Floating-point operations of the plain model's forward and backward, of a rewritten graph's operators.
 
     The gradient of each factor of a product costs as much as the product; one that nobody needs (of a frozen weight,
-    of inputs before the first trained parameter) is not computed.
+    of inputs before the first trained parameter) is not computed. cp: ranks that share a sequence; a node says what one
+    of them does, and of attention what it does with the keys of its own part.
     """
-    return sum(node.meta["whole_flops"] * (1 + _num_gradients(node)) for node in nodes if node.meta.get("whole_flops"))
+    found = ((node, node.meta.get("whole_flops", 0) * (1 + _num_gradients(node))) for node in nodes)
+    return sum(flops * cp * (cp if node.target is context_attention else 1) for node, flops in found)
 
 
 def _num_gradients(product: fx.Node) -> int:

@@ -103,10 +103,9 @@ def fingerprint(tensor: Tensor) -> Tensor:
 
 
 def _said(name: str, groups: list[list[int]]) -> str:
-    ranks = " than ".join(f"rank{'s' * (len(g) > 1)} {', '.join(map(str, g))}" for g in groups)
-    held = "hold other bits" if len(groups[0]) > 1 else "holds other bits"
-    first, _, rest = ranks.partition(" than ")
+    first, *others = (f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}" for ranks in groups)
+    verb = "holds" if len(groups[0]) == 1 else "hold"
     return (
-        f"copies of {name} have parted: {first} {held} than {rest}; a memory fault, an operator that is not "
-        "deterministic, or code of the run's own that moved one copy. Go on from weights of before"
+        f"copies of {name} have parted: {first} {verb} other bits than {' and '.join(others)}; a memory fault, an "
+        "operator that is not deterministic, or code of the run's own that moved one copy: go on from earlier weights"
     )
