@@ -21,6 +21,7 @@ from meg_compile.passes.dropout import find_noise
 from meg_compile.passes.labels import shifts_labels
 from meg_compile.passes.tokens import HALVES
 from meg_compile.program import Program
+from meg_compile.runtime.optim_faults import freeze, optim_faults
 from meg_compile.runtime.world import World
 from meg_compile.train.batches import DTYPES, batches_of
 from meg_compile.train.evaluate import validation_programs, validation_target
@@ -30,7 +31,8 @@ from meg_compile.weights import Stored, fill, stored_weights
 # A model of up to this many parameters is compared with the plain one before training, unless told otherwise.
 MAX_CHECKED_PARAMETERS = 10_000_000
 # What the compiler looks at: with a fault among these its own refusals would only repeat it.
-COMPILED = ("task", "precision", "dropout", "model", "loss", "plan", "data", "train.micro_batch_size", "train.seed")
+COMPILED = ("task", "precision", "dropout", "model", "loss", "plan", "data", "optim.frozen")
+COMPILED += ("train.micro_batch_size", "train.seed")
 
 
 def prepare(
@@ -57,6 +59,7 @@ def prepare(
         faults += label_faults(config, program, dataset) + _field_faults(config, program, dataset)
         faults += _block_faults(config, program) + _noise_faults(config, program)
         faults += eject_faults(program) if config.task == "eject" else []
+        faults += [] if any(fault.key.startswith("optim.") for fault in faults) else optim_faults(config.optim, program)
         if config.task == "train":
             faults += resume_faults(config, program, lambda step: batches_of(config, dataset).rows(step)[0][0])
     except Refused as error:
@@ -222,11 +225,15 @@ def _noise_faults(config: Config, program: Program) -> list[Fault]:
 
 
 def build_model(config: Config) -> nn.Module:
-    """The plain model, as its class makes it. Raises what the class raises; Refused for what is no module."""
+    """The plain model, as its class makes it, with what is to be frozen frozen.
+
+    Raises what the class raises; Refused for what is no module, and for a pattern of optim.frozen that matches nothing.
+    """
     model = config.model.build()
     if not isinstance(model, nn.Module):
         problem = f"made a {type(model).__name__}, not a torch.nn.Module"
         raise Refused(Fault("model._target_", config.model.target, problem, "name a class of models"))
+    freeze(model, config.optim.frozen)
     return model
 
 

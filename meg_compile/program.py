@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from meg_compile.axes.infer import Axes
 from meg_compile.axes.layout import Shard
@@ -16,7 +16,7 @@ from meg_compile.eject import eject
 from meg_compile.errors import MegError
 from meg_compile.explain.describe import explain, to_dict
 from meg_compile.graph.capture import Captured
-from meg_compile.graph.cost import Flops, count_flops
+from meg_compile.graph.cost import Flops, count_flops, training_flops
 from meg_compile.ops.counted import Places, row_keys
 from meg_compile.passes.choose import Choice
 from meg_compile.passes.context import Fields
@@ -250,8 +250,18 @@ class Program:
         through it, or, with plan.sp, it runs on the rank's part of the sequence. With plan.cp the counts are those of
         one cp rank's part of every sequence.
         """
-        nodes = {node.name: node for stage in self.stages for node in stage.graph.nodes}  # some run in several stages
-        return count_flops(nodes.values())
+        return count_flops(self._nodes())
+
+    def training_flops(self) -> int:
+        """Floating-point operations of a forward and a backward of one micro-batch in the plain model, counted as by
+        `parallel_flops`: three times its total where all is trained, as Megatron's formula has it (Narayanan et al.
+        2021, arXiv:2104.04473, equation 3). Products whose gradients nobody needs count less; what is recomputed does
+        not count."""
+        return training_flops(self._nodes(), self.plan.cp)
+
+    def _nodes(self) -> Iterable[fx.Node]:
+        """Of all stages; some run in several."""
+        return {node.name: node for stage in self.stages for node in stage.graph.nodes}.values()
 
     def explain(self, num_micro_batches: int = 1, block: int = 0) -> str:
         """The axes, every pair, every Linear outside one and why, the graph of one block with its f and g, the stages,

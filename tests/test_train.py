@@ -53,7 +53,10 @@ def test_the_shown_and_logged_loss_is_the_loss(tmp_path, capsys, plan):
     """C37, C08: five lines, each once, with the true norm and lr, on the console and in the file."""
     result = run_train(config(**PLANS[plan]), tmp_path)
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
-    shown = [re.match(r"step (\d)/5  loss (\S+)  grad_norm (\S+)  lr (\S+)  tokens/s [\d,]+$", line) for line in lines]
+    shown = [
+        re.match(r"step (\d)/5  loss (\S+)  grad_norm (\S+)  lr (\S+)  tokens/s [\d,]+  TFLOP/s \S+$", line)
+        for line in lines
+    ]
     assert [match.groups() for match in shown] == [
         (str(step), f"{loss:.4f}", f"{norm:.4f}", "1.0e-01")
         for step, (loss, norm) in enumerate(reference.TINY_GPT, start=1)

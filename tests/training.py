@@ -52,11 +52,14 @@ def config(**changes: Any) -> Config:
             "strict": True,
         },
         "data": {"_target_": "models.FixedRows", "shuffle": False, "fields": None},
-        "optim": {"name": "sgd", "lr": 0.1, "min_lr": 0.0, "warmup_steps": 0, "weight_decay": 0.0, "betas": [0.9, 0.95]}
-        | {"eps": 1e-8, "momentum": 0.0, "decay": "matrices", "schedule": "constant"},
+        "optim": {"_target_": None, "name": "sgd", "lr": 0.1, "min_lr": 0.0, "warmup_steps": 0, "weight_decay": 0.0}
+        | {"betas": [0.9, 0.95], "eps": 1e-8, "momentum": 0.0, "decay": "matrices", "schedule": "constant"}
+        | {"warmup_fraction": None, "no_decay": [], "groups": [], "frozen": [], "decay_steps": None}
+        | {"wsd_decay_steps": None, "wsd_decay": "linear"},
         "train": {"steps": 5, "micro_batch_size": 2, "global_batch_size": 8, "seed": reference.SEED, "clip_grad": 0.0}
-        | {"loss_scale": None, "check": False, "batch_ramp": None},
+        | {"loss_scale": None, "check": False, "check_replicas": 1, "batch_ramp": None},
         "eval": {"every": None, "batches": None, "data": None},
+        "log": {"every": 2, "timers": None, "peak_tflops": None, "wandb": None},
         "verify": {"steps": 3, "tolerance": None},
         "launch": {"nproc": None, "device": "cpu", "threads": 1},
         "init": {"path": None},

@@ -47,8 +47,11 @@ def resolve(
     config = reading.config()
     if config.launch.nproc is None:
         config.launch.nproc = config.num_ranks
-    if config.optim.warmup_steps is None:
-        config.optim.warmup_steps = config.train.steps // 10 if config.optim.schedule == "cosine" else 0
+    optim, steps = config.optim, config.train.steps
+    if optim.warmup_fraction is not None:
+        optim.warmup_steps, optim.warmup_fraction = int(optim.warmup_fraction * steps), None
+    if optim.warmup_steps is None:
+        optim.warmup_steps = 0 if optim.schedule == "constant" else steps // 10
     return config, reading.faults
 
 

@@ -28,6 +28,7 @@ from meg_compile.errors import Fault, nearest
 ASSIGNMENT = re.compile(r"\+{0,2}(?P<key>[^=@/~+]+)=")
 TARGET_SECTIONS = ("model", "loss", "data")
 OWN_DATA_KEYS = ("shuffle", "fields")
+OPTIMIZERS_OWN_KEYS = ("name", "weight_decay", "betas", "eps", "momentum")
 
 
 def register_resolvers() -> None:
@@ -110,7 +111,8 @@ def composed(cfg: DictConfig) -> tuple[dict[str, Any], list[Fault]]:
     """The composed settings as plain values, and what went wrong with them.
 
     To be called inside a Hydra job. Presets that are not there, values that must be given, and interpolations that
-    lead nowhere are faults. Where a `_target_` replaces another, the arguments that were meant for the other go.
+    lead nowhere are faults. Where a `_target_` replaces another, the arguments that were meant for the other go; of
+    the optimizer's those that presets set for another are null.
     """
     faults = list(_missing_presets())
     plain = _plain(cfg, "", faults)
@@ -119,6 +121,9 @@ def composed(cfg: DictConfig) -> tuple[dict[str, Any], list[Fault]]:
         if isinstance(plain.get(section), dict):
             keep = _current_arguments(section, writings) | (set(OWN_DATA_KEYS) if section == "data" else set())
             plain[section] = {key: value for key, value in plain[section].items() if key in keep}
+    if isinstance(optim := plain.get("optim"), dict) and optim.get("_target_") is not None:
+        keep = _current_arguments("optim", writings)
+        optim |= {key: None for key in OPTIMIZERS_OWN_KEYS if key not in keep}
     return plain, faults
 
 

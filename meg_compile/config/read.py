@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 from meg_compile.config.schema import Config
-from meg_compile.config.targets import Target, check_target
+from meg_compile.config.targets import MaybeTarget, Target, check_target
 from meg_compile.config.values import Mismatch, convert, describe, kind
 from meg_compile.errors import Fault, nearest
 
@@ -67,20 +67,27 @@ def _hints(schema: type) -> dict[str, Any]:
 
 
 def _is_target(schema: Any) -> bool:
-    return isinstance(schema, type) and issubclass(schema, Target)
+    return isinstance(schema, type) and issubclass(schema, (Target, MaybeTarget))
+
+
+def _without_target(schema: type, plain: Mapping[str, Any]) -> bool:
+    return issubclass(schema, MaybeTarget) and plain.get("_target_") is None
 
 
 def _read_section(plain: Mapping[str, Any], schema: type, prefix: str, reading: Reading) -> None:
     hints = _hints(schema)
-    if _is_target(schema):
-        args, faults = check_target(prefix[:-1], plain, own=list(hints), given=2 if prefix == "loss." else 0)
+    if _is_target(schema) and not _without_target(schema, plain):
+        own, passed = list(hints), [*hints, "params"] if prefix == "optim." else []
+        args, faults = check_target(prefix[:-1], plain, own, given=2 if prefix == "loss." else 0, passed=passed)
         reading.values |= {f"{prefix}_target_": plain.get("_target_")} | {prefix + name: v for name, v in args.items()}
         for fault in faults:
             if not reading.is_reported(fault.key):
                 reading.faults.append(fault)
     else:
+        reading.values |= {f"{prefix}_target_": None} if _is_target(schema) else {}
+        known = [*hints, "_target_"] if _is_target(schema) else list(hints)
         for name, value in plain.items():
-            if name not in hints and all(fault.key != prefix + name for fault in reading.faults):
+            if name not in known and all(fault.key != prefix + name for fault in reading.faults):
                 reading.faults.append(_unknown(prefix, name, value, list(hints)))
     for name, hint in hints.items():
         key = prefix + name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import os
 import signal
@@ -43,10 +44,16 @@ BOUNDS: dict[str, tuple[float, bool, str]] = {
     "optim.min_lr": (0, True, "a step size"),
     "optim.warmup_steps": (0, True, "a count of steps"),
     "optim.weight_decay": (0, True, "a rate"),
+    "optim.warmup_fraction": (0, True, "a share of all steps"),
+    "optim.decay_steps": (1, True, "a count of steps"),
+    "optim.wsd_decay_steps": (1, True, "a count of steps"),
     "optim.eps": (0, False, "a small positive number"),
     "optim.momentum": (0, True, "a rate"),
     "eval.every": (1, True, "a count of steps"),
     "eval.batches": (1, True, "a count of batches"),
+    "train.check_replicas": (1, True, "a count of steps"),
+    "log.every": (1, True, "a count of steps"),
+    "log.peak_tflops": (0, False, "10^12 operations a second"),
     "verify.steps": (1, True, "a count of steps"),
     "verify.tolerance": (0, False, "a relative error"),
     "launch.nproc": (1, True, "a count of processes"),
@@ -61,8 +68,14 @@ BOUNDS: dict[str, tuple[float, bool, str]] = {
 LARGEST = 2**31 - 1
 MOST = {"train.seed": 2**63 - 1, "launch.threads": 1024, "launch.nproc": 4096}
 MOST |= dict.fromkeys(("train.micro_batch_size", "train.global_batch_size", "data.seq_len"), 2**24)
-EXAMPLES = {"optim.lr": "0.001", "train.loss_scale": "65536", "optim.eps": "1e-08", "verify.tolerance": "1e-09"}
-EXAMPLES |= {"export.max_shard_gb": "5"}
+EXAMPLES = {
+    "log.peak_tflops": "989",
+    "optim.lr": "0.001",
+    "train.loss_scale": "65536",
+    "optim.eps": "1e-08",
+    "verify.tolerance": "1e-09",
+    "export.max_shard_gb": "5",
+}
 
 
 def check(reading: Reading, here: Here) -> None:
@@ -200,14 +213,49 @@ def _devices(v: Mapping[str, Any], here: Here) -> list[Fault]:
     return [Fault("launch.device", device, problem, "use launch.device=cpu, or auto")]
 
 
+def _optimizer(v: Mapping[str, Any], here: Here) -> list[Fault]:
+    name, target = v["optim.name"], v["optim._target_"]
+    if name is None and target is None:
+        return [Fault("optim.name", "null", "names no optimizer", "use optim.name=adamw, or an optim._target_")]
+    if name is not None and target is not None:
+        return [
+            Fault("optim._target_", target, f"optim.name={name} names an optimizer too", "leave one of the two out")
+        ]
+    return []
+
+
 def _learning_rate(v: Mapping[str, Any], here: Here) -> list[Fault]:
-    lr, least, warmup, steps = v["optim.lr"], v["optim.min_lr"], v["optim.warmup_steps"], v["train.steps"]
-    faults = []
+    lr, least = v["optim.lr"], v["optim.min_lr"]
     if least > lr:
-        faults.append(Fault("optim.min_lr", least, f"is over optim.lr={lr}", f"use {lr} or less"))
-    if warmup is not None and warmup > max(steps, 0) and v["task"] == "train":
-        problem = f"is over train.steps={steps}"
-        faults.append(Fault("optim.warmup_steps", warmup, problem, f"use {steps} or less, or null for a tenth"))
+        return [Fault("optim.min_lr", least, f"is over optim.lr={lr}", f"use {lr} or less")]
+    return []
+
+
+def _schedule(v: Mapping[str, Any], here: Here) -> list[Fault]:
+    """Lengths of the parts of a schedule; a verification or an explanation takes fewer steps than are configured."""
+    steps, decay, wsd = v["train.steps"], v["optim.decay_steps"], v["optim.wsd_decay_steps"]
+    warmup, fraction = v["optim.warmup_steps"], v["optim.warmup_fraction"]
+    faults, end = [], steps if decay is None else decay
+    if warmup is not None and fraction is not None:
+        problem = f"optim.warmup_steps={warmup} says how long warm-up is"
+        return [Fault("optim.warmup_fraction", fraction, problem, "set one of the two to null")]
+    if fraction is not None and fraction >= 1:
+        problem = "is a share of train.steps, so it is under 1"
+        return [Fault("optim.warmup_fraction", fraction, problem, "use 0.1, say")]
+    if v["task"] != "train":
+        return []
+    if warmup is not None and warmup > steps:
+        fix = f"use {steps} or less, or null for a tenth"
+        faults.append(Fault("optim.warmup_steps", warmup, f"is over train.steps={steps}", fix))
+    if v["optim.schedule"] == "constant":
+        return faults
+    first = warmup if warmup is not None else int((0.1 if fraction is None else fraction) * steps)
+    if decay is not None and decay <= first:
+        problem = f"nothing is left of it after {first} steps of warm-up"
+        faults.append(Fault("optim.decay_steps", decay, problem, f"use {first + 1} or more"))
+    elif v["optim.schedule"] == "wsd" and wsd is not None and wsd > max(end - first, 0) and not faults:
+        problem = f"after {first} steps of warm-up there are {max(end - first, 0)} until step {end}"
+        faults.append(Fault("optim.wsd_decay_steps", wsd, problem, f"use {max(end - first, 1)} or less"))
     return faults
 
 
@@ -221,6 +269,8 @@ def _loss_scale(v: Mapping[str, Any], here: Here) -> list[Fault]:
 
 def _betas(v: Mapping[str, Any], here: Here) -> list[Fault]:
     betas = v["optim.betas"]
+    if betas is None or v["optim._target_"] is not None:
+        return []
     if len(betas) == 2 and all(0 <= beta < 1 for beta in betas):
         return []
     problem = "must be two numbers, each at least 0 and under 1"
@@ -230,7 +280,11 @@ def _betas(v: Mapping[str, Any], here: Here) -> list[Fault]:
 def _momentum(v: Mapping[str, Any], here: Here) -> list[Fault]:
     momentum = v["optim.momentum"]
     problem = "a momentum of 1 or more never settles"
-    return [] if momentum < 1 else [Fault("optim.momentum", momentum, problem, "use optim.momentum=0.9, say")]
+    return (
+        []
+        if momentum is None or momentum < 1
+        else [Fault("optim.momentum", momentum, problem, "use optim.momentum=0.9, say")]
+    )
 
 
 def _text(v: Mapping[str, Any], here: Here) -> list[Fault]:
@@ -294,6 +348,13 @@ def _checkpoint(v: Mapping[str, Any], here: Here) -> list[Fault]:
     return faults
 
 
+def _wandb(v: Mapping[str, Any], here: Here) -> list[Fault]:
+    project = v["log.wandb"]
+    if project is None or v["task"] != "train" or importlib.util.find_spec("wandb"):
+        return []
+    return [Fault("log.wandb", project, "wandb is not installed", "pip install wandb, or use log.wandb=null")]
+
+
 def _join(first: str, second: str) -> str:
     return f"{first}, or {second}"
 
@@ -304,7 +365,9 @@ RULES: tuple[Callable[[Mapping[str, Any], Here], list[Fault]], ...] = (
     _ramp,
     _processes,
     _devices,
+    _optimizer,
     _learning_rate,
+    _schedule,
     _loss_scale,
     _betas,
     _momentum,
@@ -312,4 +375,5 @@ RULES: tuple[Callable[[Mapping[str, Any], Here], list[Fault]], ...] = (
     _context,
     _export,
     _checkpoint,
+    _wandb,
 )

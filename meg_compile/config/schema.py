@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from meg_compile.config.targets import Target
+from meg_compile.config.targets import MaybeTarget, Target
 from meg_compile.plan import Plan
 
 ALONE = ("explain", "eject")
@@ -72,29 +72,45 @@ class DataConfig(Target):
 
 
 @dataclass
-class OptimConfig:
-    """The optimizer and its learning rate."""
+class OptimConfig(MaybeTarget):
+    """The optimizer and its learning rate; with a `_target_` any class of torch.optim's kind, its arguments beside."""
 
-    name: Literal["adamw", "sgd"]
-    """Which optimizer."""
+    name: Literal["adamw", "sgd"] | None
+    """Which optimizer; null where `_target_` names a class."""
     lr: float
     """Peak learning rate."""
     min_lr: float
-    """Learning rate at the end of the cosine."""
+    """Learning rate at the end of the schedule; it stays there."""
     warmup_steps: int | None
-    """Steps of linear warm-up; null for a tenth of `train.steps`, and none for a constant rate."""
-    weight_decay: float
-    """Decoupled decay (adamw) or L2 penalty (sgd)."""
-    betas: list[float]
-    """Decay rates of AdamW's two moments."""
-    eps: float
-    """Added to AdamW's denominator."""
-    momentum: float
-    """SGD's momentum; 0 for none."""
+    """Steps of linear warm-up; null for warmup_fraction, or else a tenth of `train.steps`, and none for a constant
+    rate."""
+    warmup_fraction: float | None
+    """The same as a share of `train.steps`, at least 0 and under 1; null for warmup_steps."""
+    weight_decay: float | None
+    """Decoupled decay (adamw) or L2 penalty (sgd); null for the class's own."""
+    betas: list[float] | None
+    """Decay rates of AdamW's two moments; null for the class's own."""
+    eps: float | list[float] | None
+    """Added to AdamW's denominator; null for the class's own."""
+    momentum: float | None
+    """SGD's momentum, 0 for none; null for the class's own."""
     decay: Literal["matrices", "all"]
     """Which parameters decay: those with two or more dims, or all."""
-    schedule: Literal["cosine", "constant"]
+    no_decay: list[str]
+    """Parameters or modules by pattern ("*.bias", "wte") that do not decay either."""
+    groups: list[dict[str, Any]]
+    """Parameters with settings of their own: {params: pattern or list of them, and any of lr_scale (a factor of the
+    learning rate), weight_decay (of all in the group), betas and other options of the optimizer}."""
+    frozen: list[str]
+    """Parameters or modules by pattern that are not trained; each must match."""
+    schedule: Literal["cosine", "linear", "constant", "wsd", "inverse_sqrt"]
     """How the rate moves after warm-up."""
+    decay_steps: int | None
+    """Step at which min_lr is reached; null for `train.steps`."""
+    wsd_decay_steps: int | None
+    """Steps of the decay at the end of wsd; null for a tenth of all."""
+    wsd_decay: Literal["linear", "cosine", "sqrt", "exponential"]
+    """Shape of that decay."""
 
 
 @dataclass
@@ -118,6 +134,9 @@ class TrainConfig:
     """What the loss is multiplied by in fp16, so that small gradients are not lost; null adapts it."""
     check: bool | None
     """Compare one step with the plain model before training; null for small models only."""
+    check_replicas: int | None
+    """Steps between comparisons of the copies of parameters that ranks hold alike, which stop a run whose copies part;
+    null for none."""
 
 
 @dataclass
@@ -175,6 +194,20 @@ class CheckpointConfig:
     signal: str | None
     """A signal beside SIGTERM at which the run saves and stops, as Slurm sends one before the time is up; null for
     none."""
+
+
+class LogConfig:
+    """What a run measures and where it is shown."""
+
+    every: int
+    """Steps between gatherings of the phases' times and the memory of all ranks."""
+    timers: bool | None
+    """Whether the phases of a step are timed; null on CPUs alone, where that costs nothing."""
+    peak_tflops: float | None
+    """What a rank could do at most, in 10^12 operations a second, for the share that it does (MFU); null for that of a
+    known GPU, and no share on others."""
+    wandb: str | None
+    """A project of Weights & Biases to log to as well; null for none."""
 
 
 @dataclass
@@ -242,6 +275,8 @@ class Config:
     """The starting weights."""
     checkpoint: CheckpointConfig
     """The state of the run on disk."""
+    log: LogConfig
+    """What is measured."""
     export: ExportConfig
     """The trained weights."""
     explain: ExplainConfig
@@ -263,7 +298,7 @@ class Config:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, Target):
+    if isinstance(value, (Target, MaybeTarget)):
         rest = {key: item for key, item in vars(value).items() if key not in ("target", "args")}
         return {"_target_": value.target, **value.args, **rest}
     return dict(vars(value)) if hasattr(value, "__dict__") else value

@@ -39,6 +39,16 @@ class Target:
         return self.build() if inspect.isclass(found) else functools.partial(found, **_build(self.args))
 
 
+@dataclass
+class MaybeTarget:
+    """A section that may name a class by its `_target_`; without one it has settings of ours alone."""
+
+    target: str | None
+    """Dotted path, or null."""
+    args: dict[str, Any]
+    """Its arguments, as written in the configuration."""
+
+
 class TargetError(Exception):
     """A dotted path that leads nowhere: `problem` and `fix` as in a `Fault`."""
 
@@ -86,13 +96,14 @@ def _build(node: Any) -> Any:
 
 
 def check_target(
-    key: str, node: Mapping[str, Any], own: Sequence[str] = (), given: int = 0
+    key: str, node: Mapping[str, Any], own: Sequence[str] = (), given: int = 0, passed: Sequence[str] = ()
 ) -> tuple[dict[str, Any], list[Fault]]:
     """The arguments of a `_target_` section, and what is wrong with it.
 
     key    dotted name of the section
     own    names in the section that are ours, not arguments
     given  how many leading parameters the caller passes itself (a loss gets logits and labels)
+    passed parameters that the caller passes by name
     """
     path = node.get("_target_")
     args = {name: value for name, value in node.items() if name != "_target_" and name not in own}
@@ -111,6 +122,7 @@ def check_target(
         return args, []
     if not inspect.isclass(target):
         parameters = parameters[given:]
+    parameters = [p for p in parameters if p.name not in passed]
     faults = _name_faults(key, path.rpartition(".")[2], parameters, args)
     if path.startswith(OWN):
         faults += _convert_own(key, target, args)

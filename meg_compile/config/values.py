@@ -11,6 +11,7 @@ import typing
 from typing import Any
 
 WANTED = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+UNIONS = (types.UnionType, typing.Union)  # what `int | None` and `Literal[...] | None` are
 GIVEN = {
     str: "text",
     bool: "true/false",
@@ -40,14 +41,14 @@ def describe(hint: Any) -> str:
         if typing.get_args(hint)[1] is Any:
             return "a mapping"
         return f"a mapping from names to {describe(typing.get_args(hint)[1]).removeprefix('a ')}s"
-    if isinstance(hint, types.UnionType):
+    if typing.get_origin(hint) in UNIONS:
         return " or ".join(describe(one) for one in typing.get_args(hint))
-    return "null" if hint in (None, type(None)) else WANTED[hint]
+    return "null" if hint in (None, type(None)) else "a value" if hint is Any else WANTED[hint]
 
 
 def is_simple(hint: Any) -> bool:
     """Whether `convert` knows the annotation."""
-    if isinstance(hint, types.UnionType):
+    if typing.get_origin(hint) in UNIONS:
         return all(is_simple(one) for one in typing.get_args(hint))
     if typing.get_origin(hint) is dict:
         return all(map(is_simple, typing.get_args(hint)))
@@ -60,7 +61,7 @@ def convert(value: Any, hint: Any) -> Any:
     """The value in the annotated type, or `Mismatch`."""
     if hint is Any:
         return value
-    if isinstance(hint, types.UnionType):
+    if typing.get_origin(hint) in UNIONS:
         if value is None and type(None) in typing.get_args(hint):
             return None
         for one in (one for one in typing.get_args(hint) if one is not type(None)):
@@ -83,6 +84,8 @@ def convert(value: Any, hint: Any) -> Any:
         if value in typing.get_args(hint) and not isinstance(value, bool):
             return value
         raise Mismatch(describe(hint))
+    if hint is Any:
+        return value
     if hint in (int, float):
         return _number(value, hint)
     if type(value) is hint:

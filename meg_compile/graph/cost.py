@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from meg_compile.graph.nodes import base_name
+from meg_compile.ops.context import context_attention
 
 FLOPS_PER_BYTE = 10.0
 """Floating-point operations a machine does while it moves one byte of memory; between a CPU core's 5 and a GPU's 100.
@@ -42,6 +43,23 @@ def count_flops(nodes: Iterable[fx.Node]) -> Flops:
     """Of a rewritten graph's operators, which run in parallel where one rank has less to do than the plain model."""
     found = [(n.meta.get("flops", 0), n.meta.get("whole_flops", 0)) for n in nodes]
     return Flops(sum(whole for own, whole in found if own < whole), sum(whole for _, whole in found))
+
+
+def training_flops(nodes: Iterable[fx.Node], cp: int) -> int:
+    """Floating-point operations of the plain model's forward and backward, of a rewritten graph's operators.
+
+    The gradient of each factor of a product costs as much as the product; one that nobody needs (of a frozen weight,
+    of inputs before the first trained parameter) is not computed. cp: ranks that share a sequence; a node says what one
+    of them does, and of attention what it does with the keys of its own part.
+    """
+    found = ((node, node.meta.get("whole_flops", 0) * (1 + _num_gradients(node))) for node in nodes)
+    return sum(flops * cp * (cp if node.target is context_attention else 1) for node, flops in found)
+
+
+def _num_gradients(product: fx.Node) -> int:
+    factors = {"linear": product.args[:2], "addmm": product.args[1:3], "baddbmm": product.args[1:3]}
+    read = factors.get(base_name(product.target), product.all_input_nodes)
+    return min(sum(isinstance(n, fx.Node) and bool(n.meta.get("grad")) for n in read), 2)
 
 
 def moved(node: fx.Node) -> int:

@@ -90,6 +90,6 @@ def _looks_ahead(captured: Captured, op: Op, value_of: ValueOf) -> str | None:
     if mask is None:
         return "lets tokens see later ones"
     hidden = ~mask if mask.dtype == torch.bool else mask <= torch.finfo(mask.dtype).min
-    length = int(op.node.args[0].meta["val"].shape[-2])
+    length = int(operand(op.node, 0).meta["val"].shape[-2])
     later = torch.ones(length, length, dtype=torch.bool).triu(1)
     return None if bool(hidden.expand(*hidden.shape[:-2], length, length)[..., later].all()) else "sees later tokens"

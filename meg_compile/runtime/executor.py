@@ -187,6 +187,10 @@ class Executor:
         if factor != 1 and grads:
             torch._foreach_mul_(grads, factor)
 
+    def by_name(self) -> dict[str, nn.Parameter]:
+        """This rank's trainable shards, tied ones under all of their names."""
+        return {name: p for first, p in self.parameters.items() for name in (first, *self.specs[first].aliases)}
+
     def norm_squared(self) -> torch.Tensor:
         """This rank's share of the squared gradient norm: summed over the world it counts every parameter once."""
         mine = [p.grad for n, p in self.parameters.items() if p.grad is not None and self._counts(self.specs[n])]

@@ -7,11 +7,13 @@ import torch
 import torch.distributed as dist
 
 from meg_compile.errors import MegError
+from meg_compile.runtime.learning_rate import learning_rates
 from meg_compile.runtime.nonfinite import in_forward, in_gradients
-from meg_compile.runtime.optimizer import build_optimizer, clip_, learning_rates, set_lr
+from meg_compile.runtime.optimizer import build_optimizer, clip_, set_lr
 from meg_compile.train.agree import agree
 from meg_compile.train.batches import Batches, batches_of
 from meg_compile.train.scale import LossScale
+from meg_compile.train.timers import Timers
 
 
 class Gradients(NamedTuple):
@@ -37,9 +39,10 @@ class Trainer:
         self.data_name, self.clip_grad = type(dataset).__name__, config.train.clip_grad
         self.seed = config.train.seed
         self.batches: Batches = batches_of(config, dataset, groups.mesh.dp, groups.coords.dp)
-        self.optimizer = build_optimizer(executor.parameters, config.optim)
+        self.optimizer = build_optimizer(executor.by_name(), config.optim)
         self.scale = LossScale(config.train.loss_scale if config.precision == "fp16" else 1.0)
         self.num_skipped = 0
+        self.timers = Timers(executor.device, config.log.timers)
         self.lr = learning_rates(config.optim, config.train.steps)
         self.asked: dict[int, bool] = {}
         """The signals that ask to stop, and whether this rank has got them; the same signals on every rank."""
@@ -47,15 +50,18 @@ class Trainer:
     def gradients(self, step: int) -> Gradients:
         """Read, run all micro-batches, reduce. MegError, on all ranks, where the loss or the norm is no number."""
         rows = [position for position, _ in self.batches.rows(step)]
-        batch = self.program.keyed(self.batches[step], self.seed, step, rows)
+        with self.timers("data"):
+            batch = self.program.keyed(self.batches[step], self.seed, step, rows)
         coords, device = self.groups.coords, self.executor.device
         where = f"step {step + 1}, data {self.data_name}"
         agreed = agree(
             batch, self.program.count(batch), self.groups.mesh.dp, coords.dp, device, where, self.program.labels(batch)
         )
         scale = self.scale.value
-        loss = self.executor.run(batch, scale * self.program.units.scale(agreed.tokens), reduce=True)
-        self.executor.reduce_gradients()
+        with self.timers("forward_backward"):
+            loss = self.executor.run(batch, scale * self.program.units.scale(agreed.tokens), reduce=True)
+        with self.timers("reduce"):
+            self.executor.reduce_gradients()
         # The last stage's tp ranks all hold their replica's share of the loss; ranks of other stages give 0.
         asked = dict(self.asked)
         mine = [loss if coords.tp == 0 else 0.0, 0.0, *map(float, asked.values())]
@@ -79,9 +85,10 @@ class Trainer:
         """
         lr = self.lr(step - self.num_skipped)
         if math.isfinite(norm):
-            clip_(self.executor.parameters, norm, self.clip_grad)
-            set_lr(self.optimizer, lr)
-            self.optimizer.step()
+            with self.timers("optimizer"):
+                clip_(self.executor.parameters, norm, self.clip_grad)
+                set_lr(self.optimizer, lr)
+                self.optimizer.step()
         else:
             self.num_skipped += 1
         self.scale.update(overflow=not math.isfinite(norm))

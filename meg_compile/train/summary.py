@@ -1,7 +1,5 @@
 """The figures of a run: for `result.json`, and as a table to read."""
 
-import resource
-import sys
 from typing import Any
 
 import torch
@@ -10,17 +8,19 @@ from rich.console import Console
 from rich.table import Table
 
 from meg_compile.plan import Plan
+from meg_compile.train.meter import Meter, memory_bytes
 
 
 def summarize(
-    config: Any, program: Any, executor: Any, records: list[dict[str, Any]], train_s: float
+    config: Any, program: Any, executor: Any, records: list[dict[str, Any]], train_s: float, meter: Meter
 ) -> dict[str, Any]:
     """The run's figures, the same on every rank (all of which must call this).
 
-    tokens_per_s: over all steps but the first, which warms up, where there are more.
+    tokens_per_s: over all steps but the first, which warms up, where there are more; tflops_per_rank and mfu alike.
+    phase_s: of the last steps, the smallest and largest seconds a step of all ranks.
     """
     num_local = sum(executor.tensors[name].numel() for name, spec in executor.specs.items() if not spec.buffer)
-    per_rank = _gather([num_local, peak_memory_bytes(executor.device)], executor.device)
+    per_rank = _gather([num_local, memory_bytes(executor.device)[1]], executor.device)
     steady = records[1:] or records
     train = config.train
     return {
@@ -37,6 +37,9 @@ def summarize(
         "valid_loss_last": next((r["valid_loss"] for r in reversed(records) if "valid_loss" in r), None),
         "tokens": sum(record["tokens"] for record in records),
         "tokens_per_s": sum(r["tokens"] for r in steady) / sum(r["step_s"] for r in steady) if steady else None,
+        "flops_per_step": meter.flops_per_row * train.global_batch_size,
+        **(meter.rates(sum(r["step_s"] for r in steady), sum(r["num_rows"] for r in steady)) if steady else {}),
+        "phase_s": meter.phase_s,
         "num_parameters": sum(spec.numel for spec in program.params.values() if not spec.buffer),
         "num_parameters_per_rank": [parameters for parameters, _ in per_rank],
         "peak_memory_bytes_per_rank": [peak for _, peak in per_rank],
@@ -58,6 +61,8 @@ def show(result: dict[str, Any], plan: Plan, console: Console | None = None) -> 
         if result["skipped_steps"]:
             table.add_row("", f"{result['skipped_steps']} of them skipped: gradients overflowed")
         table.add_row("tokens/s", f"{result['tokens_per_s']:,.0f}")
+        mfu = f", {result['mfu']:.1%} of what one could do" if "mfu" in result else ""
+        table.add_row("TFLOP/s per rank", f"{result['tflops_per_rank']:.3g}{mfu}")
     else:
         table.add_row("loss", "no steps")
     table.add_row(
@@ -70,14 +75,6 @@ def show(result: dict[str, Any], plan: Plan, console: Console | None = None) -> 
     if result["export"]:
         table.add_row("weights", result["export"])
     (console or Console()).print(table)
-
-
-def peak_memory_bytes(device: torch.device) -> int:
-    """The most that this process has held: on the device where it is a GPU, else in main memory."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def _gather(numbers: list[int], device: torch.device) -> list[list[int]]:

@@ -11,7 +11,8 @@ from torch import nn
 from meg_compile.graph.capture import bind, find_logits, find_loss
 from meg_compile.ops.counted import Places, row_keys
 from meg_compile.passes.tokens import HALVES
-from meg_compile.runtime.optimizer import build_optimizer, learning_rates, set_lr
+from meg_compile.runtime.learning_rate import learning_rates
+from meg_compile.runtime.optimizer import build_optimizer, set_lr
 from meg_compile.train.batches import DTYPES, batches_of
 from meg_compile.verify.dropout import DropoutExact, DropoutOff
 
@@ -43,7 +44,7 @@ class Plain:
         self.seed, self.draws = config.train.seed, draws
         self.batches = batches_of(config, dataset)
         self.lr = learning_rates(config.optim, config.train.steps)
-        self.optimizer = build_optimizer(dict(self.model.named_parameters()), config.optim)
+        self.optimizer = build_optimizer(self.parameters(), config.optim)
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """Under all their names: a tied one is there several times."""
