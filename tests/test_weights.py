@@ -101,7 +101,7 @@ def save(model, folder, **options):
 
 
 def test_a_folder_comes_back_as_it_was(hf0, tmp_path):
-    """C39, no steps: 101 tokens on two ranks, the tie and c_attn in transformers' layout; the same bytes of every plan."""
+    """C39, no steps: 101 tokens on two ranks, the tie, c_attn in transformers' layout; the same bytes of every plan."""
     for name, plan in PLANS.items():
         trained(lambda: gpt2_from_hf(str(hf0)), hf0, tmp_path / name, tmp_path, **plan)
     hf1 = tmp_path / "tp2_pp2"
