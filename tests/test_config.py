@@ -17,6 +17,7 @@ from meg_compile.config.help import describe_settings
 from meg_compile.config.read import schema_keys
 from meg_compile.config.schema import PlanConfig
 from meg_compile.plan import Plan
+from meg_compile.train.blend import read_paths
 
 CONF = Path(run.CONF)
 PRESETS = sorted(f"{path.parent.name}={path.stem}" for path in CONF.glob("*/*.yaml"))
@@ -83,10 +84,18 @@ def test_the_defaults(composed):
 @pytest.mark.parametrize("preset", PRESETS)
 def test_every_preset_composes(preset, composed, tmp_path):
     (tmp_path / "corpus.txt").write_text("x" * 1000)
-    extra = {"data=text": ["data.path=corpus.txt"]}.get(preset, [])
+    extra = {"data=text": ["data.path=corpus.txt"], "data=indexed": ["data.path=corpus"]}.get(preset, [])
     (config,) = composed(preset, "task=explain", *extra)
     if preset.startswith("plan="):
         assert vars(config.plan) == yaml.safe_load((CONF / "plan" / f"{preset[5:]}.yaml").read_text())
+
+
+@pytest.mark.parametrize("path", ["[0.3,a,0.7,sub/b]", "[{path: a, weight: 3},{path: sub/b, weight: 7}]"])
+def test_every_path_of_a_blend_starts_where_the_command_was_typed(path, composed, tmp_path):
+    (config,) = composed("data=indexed", f"data.path={path}", "task=explain", "eval.data.path=valid", "eval.every=1")
+    a, b = str(tmp_path / "a"), str(tmp_path / "sub" / "b")
+    assert [name for name, _ in read_paths(config.data.args["path"])] == [a, b]
+    assert config.eval.data == {"path": str(tmp_path / "valid")}
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
