@@ -101,7 +101,9 @@ def test_where_all_are_damaged_nothing_starts(saved, tmp_path):
     directory = shutil.copytree(saved, tmp_path / "ck")
     flip(directory / "step_1")
     leave_out(directory / "step_2")
-    with pytest.raises(MegError, match=r"no checkpoint is good: step_2: rank_0\S+ is missing; step_1: rank_0\S+ is damaged"):
+    with pytest.raises(
+        MegError, match=r"no checkpoint is good: step_2: rank_0\S+ is missing; step_1: rank_0\S+ is damaged"
+    ):
         run(tmp_path / "run", **ONE_LAYER, **ADAM, checkpoint__dir=str(directory), train__steps=3)
 
 
@@ -143,7 +145,11 @@ class Wider(models.TinyGPT):
         ),
         ({"checkpoint__resume": None}, ONE_LAYER["factory"], ["checkpoint.dir=", "holds step_1, step_2 already"]),
         ({"checkpoint__resume": "step_1"}, ONE_LAYER["factory"], ["checkpoint.dir=", "holds step_2 already"]),
-        ({"checkpoint__resume": "step_7"}, ONE_LAYER["factory"], ["it has no manifest.json", "there are step_1, step_2"]),
+        (
+            {"checkpoint__resume": "step_7"},
+            ONE_LAYER["factory"],
+            ["it has no manifest.json", "there are step_1, step_2"],
+        ),
     ],
     ids=lambda value: ", ".join(value) if isinstance(value, list) else None,
 )

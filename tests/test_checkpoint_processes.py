@@ -66,7 +66,9 @@ def test_killed_while_it_saves_then_told_to_stop(tmp_path):
     assert sorted(path.name for path in ck.iterdir()) == ["step_2", "step_4.part"]
 
     stopped = start(tmp_path)
-    wait_for(lambda: (run_dir / "metrics.jsonl").exists() and '"step": 6' in (run_dir / "metrics.jsonl").read_text(), stopped)
+    wait_for(
+        lambda: (run_dir / "metrics.jsonl").exists() and '"step": 6' in (run_dir / "metrics.jsonl").read_text(), stopped
+    )
     stopped.send_signal(signal.SIGTERM)
     out, err = stopped.communicate(timeout=60)
     assert_all_gone(run_dir)

@@ -87,7 +87,9 @@ def misfits(config: Any, program: Program, found: Found, row_at: Callable[[int],
         problem = f"{found.path} is of step {step} already"
         return [Fault("train.steps", config.train.steps, problem, f"use train.steps={step} or more")]
     if (row := row_at(step)) != found.state["rows"]:
-        problem = f"{found.path} has read {found.state['rows']} rows in {step} steps, and this run would have read {row}"
+        problem = (
+            f"{found.path} has read {found.state['rows']} rows in {step} steps, and this run would have read {row}"
+        )
         was = found.state["config"]["train"]["global_batch_size"]
         fix = f"use train.global_batch_size={was}, as the run before"
         return [Fault("train.global_batch_size", config.train.global_batch_size, problem, fix)]

@@ -33,7 +33,9 @@ class RunLog:
         self.metrics = (self.run_dir / "metrics.jsonl").open("w")
         self.metrics.writelines(self.earlier)
         self.metrics.flush()
-        self.tensorboard = SummaryWriter(str(self.run_dir / "tensorboard"), purge_step=self.done + 1 if self.done else None)
+        self.tensorboard = SummaryWriter(
+            str(self.run_dir / "tensorboard"), purge_step=self.done + 1 if self.done else None
+        )
         self.progress = None
         if self.console.is_terminal:
             columns = (
