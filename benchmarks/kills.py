@@ -1,8 +1,8 @@
 """Does a run survive kill -9 at any moment? `python -m benchmarks.kills --kills 50`
 
-Trains a GPT-2 on two pipeline ranks with dropout=fast, saving at every step, and kills the whole run after a random time,
-again and again; each time the same command is typed again. In the end the curve must be, bit by bit, that of a run that was
-never killed, and every checkpoint that counts must have been good all along.
+Trains a GPT-2 on two pipeline ranks with dropout=fast, saving at every step, and kills the whole run after a random
+time, again and again; each time the same command is typed again. In the end the curve must be, bit by bit, that of a
+run that was never killed, and every checkpoint that counts must have been good all along.
 """
 
 from __future__ import annotations
