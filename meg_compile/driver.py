@@ -34,7 +34,7 @@ from meg_compile.train.rows import seeded_reads
 from meg_compile.verify import DropoutOff, Report, verify
 
 EXIT_CODES = {"ok": 0, "failed": 1, "refused": 2, "stopped": 0}
-"""What `run` raises when it is stopped has a code of its own; a worker of torchrun that saved and stopped has not failed."""
+"""By status. A run of ours that is stopped ends with 128 + signal instead; under torchrun it has not failed."""
 
 
 def run(

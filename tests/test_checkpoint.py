@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from training import config, on_ranks
 
 from meg_compile.axes.layout import Shard
+from meg_compile.checkpoint import files
 from meg_compile.checkpoint.pieces import held_part
 from meg_compile.checkpoint.saver import Saver
 from meg_compile.checkpoint.state import tensors_of
@@ -120,3 +121,15 @@ def test_pieces_of_a_part(first_row):
         assert torch.equal(piece, whole[tuple(slice(o, o + n) for o, n in zip(offset, piece.shape, strict=True))])
         found += [r for r in range(offset[0], offset[0] + piece.shape[0])] * piece.shape[1]
     assert sorted(found) == sorted(rows * 2)
+
+
+@pytest.mark.parametrize("box", [(slice(0, 7), slice(0, 5)), (slice(2, 6), slice(1, 3)), (slice(6, 7), slice(0, 5))])
+def test_a_part_is_read_block_by_block(box, tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "BLOCK", 90)  # two rows
+    whole = torch.arange(7 * 5.0, dtype=torch.float64).view(7, 5)
+    files.write_tensors(tmp_path / "a.safetensors", {"n": torch.tensor(3), "x": whole})
+    into, number = torch.zeros_like(whole[box]), torch.tensor(0)
+    with files.TensorFile(tmp_path / "a.safetensors") as opened:
+        opened.read("x", [axis.start for axis in box], into)
+        opened.read("n", [], number)
+    assert torch.equal(into, whole[box]) and number == 3

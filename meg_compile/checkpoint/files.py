@@ -33,7 +33,7 @@ DTYPES = {
     "BOOL": torch.bool,
 }
 CODES = {dtype: code for code, dtype in DTYPES.items()}
-BLOCK = 2**24  # bytes read at once
+BLOCK = 2**22  # bytes read at once
 
 
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:

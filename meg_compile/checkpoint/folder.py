@@ -1,7 +1,7 @@
 """A directory of checkpoints: which are there, which is the latest good one, and how one comes to be there.
 
-A checkpoint is written as `step_N.part` and renamed to `step_N` when all of it is on the disk, its manifest last. So what
-is cut short at any moment never counts.
+A checkpoint is written as `step_N.part` and renamed to `step_N` when all of it is on the disk, its manifest last. So
+what is cut short at any moment never counts.
 """
 
 from __future__ import annotations

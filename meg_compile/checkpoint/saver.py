@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
@@ -28,9 +27,9 @@ PATIENCE_SECONDS = 20  # for what is being written when a run fails; its launche
 class Saver:
     """Saves of one run into `directory`; all ranks call the same methods in the same order.
 
-    A save takes what is to be written (in the background: a copy on the CPU) and returns. Each rank then writes its file
-    and a note of it; when rank 0 finds the notes of all, the checkpoint counts, and old ones go. What goes wrong is a
-    MegError on every rank, at the next call.
+    A save takes what is to be written (in the background: a copy on the CPU) and returns. Each rank then writes its
+    file and a note of it; when rank 0 finds the notes of all, the checkpoint counts, and old ones go. What goes wrong
+    is a MegError on every rank, at the next call.
     """
 
     def __init__(self, directory: Path, background: bool, keep: int, keep_every: int | None):

@@ -70,7 +70,7 @@ def first_row(trainer: Any, step: int) -> int:
 
 
 def take(trainer: Any, reader: Reader, state: dict[str, Any], settings: dict[str, Any]) -> None:
-    """Make a trainer what the one was that gave a checkpoint. All ranks call this; the model's tensors are known to fit.
+    """Make a trainer what the one was that gave a checkpoint. All ranks call this; the model's tensors fit.
 
     settings: this run's. Under another plan than the checkpoint's the random streams of dropout=fast start anew.
     MegError, before anything is changed, where the optimizer's do not fit.

@@ -62,7 +62,7 @@ def launch(
     (run_dir / "logs").mkdir(parents=True, exist_ok=True)
     with (
         tempfile.TemporaryDirectory(prefix="meg_compile_") as scratch,
-        _environment(_worker_env(nproc, device, threads)),
+        _environment(_worker_env(nproc, device, threads, SAVE_SECONDS if saves else STOP_SECONDS)),
         _agent_log(run_dir / "logs" / "launcher.log"),
         _own_signal_handlers([*SIGNALS, warning] if warning else SIGNALS) as handled,
     ):
@@ -77,7 +77,6 @@ def launch(
             monitor_interval=0.1,
             local_addr=LOOPBACK,
             signals_to_handle=",".join(handled),
-            shutdown_timeout=SAVE_SECONDS if saves else STOP_SECONDS,
         )
         try:
             elastic_launch(config, sys.executable)("-m", "meg_compile.runtime.worker", entry, str(run_dir))
@@ -137,11 +136,12 @@ class LoopbackRendezvous(RendezvousHandler):
 rendezvous_handler_registry.register(LoopbackRendezvous.name, LoopbackRendezvous)
 
 
-def _worker_env(nproc: int, device: str, threads: int | None) -> dict[str, str]:
+def _worker_env(nproc: int, device: str, threads: int | None, stop_s: int = STOP_SECONDS) -> dict[str, str]:
     env = {
         "OMP_NUM_THREADS": str(threads or max(1, num_cores() // nproc)),
         "GLOO_SOCKET_IFNAME": LOOPBACK_INTERFACE,
         "TP_SOCKET_IFNAME": LOOPBACK_INTERFACE,
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(stop_s),
         "PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path),
         "PYTHONUNBUFFERED": "1",
         "THP_MEM_ALLOC_ENABLE": "1",  # huge pages: large logits fault less often
