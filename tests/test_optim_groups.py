@@ -49,7 +49,7 @@ def settings(plan=None, **optim):
     return found
 
 
-ARGUMENTS = ("lr_decay", "momentum_decay", "centered")
+ARGUMENTS = ("lr_decay", "centered")
 
 
 def errors_of(settings, factory=models.TinyGPT, see=lambda executor, trainer: None):
@@ -73,7 +73,6 @@ PLANS = {
     "tp2_pp2_sp": {"tp": 2, "pp": 2, "sp": True},
     "dp2_zero3": {"dp": 2, "zero": 3},
     "pp2_dp2_zero1": {"pp": 2, "dp": 2, "zero": 1},
-    "zbv": {"pp": 2, "vpp": 2, "schedule": "zbv_zero_bubble"},
 }
 
 
@@ -144,7 +143,7 @@ def program_of(plan, factory=SMALL):
     ],
 )
 def test_what_cannot_work_is_refused(changes, key, problem, fix):
-    faults = optim_faults(settings(**changes).optim, program_of(Plan()))
+    faults = optim_faults(settings(**changes).optim, PROGRAMS[Plan()]())
     assert any(f.key == key and problem in f.problem and fix in f.fix for f in faults), [*map(str, faults)]
 
 
@@ -194,7 +193,6 @@ PROGRAMS = {plan: cached(plan) for plan in (Plan(), TP, PP, ZERO, Plan(dp=2))}
     ("target", "arguments", "plan"),
     [
         ("torch.optim.Adagrad", {"lr_decay": 0.01, "groups": GROUPS}, {"tp": 2, "dp": 2, "zero": 2}),
-        ("torch.optim.NAdam", {"momentum_decay": 0.01}, {"tp": 2, "pp": 2}),
         ("torch.optim.RMSprop", {"momentum": 0.9, "centered": True}, {"dp": 2, "zero": 3}),
         (
             "torch.optim.Adafactor",
@@ -219,11 +217,10 @@ FROZEN = {
 @pytest.mark.parametrize(
     ("frozen", "plan"),
     [
-        ("first", {"pp": 4}),
         ("first", {"pp": 2, "dp": 2, "zero": 1}),
         ("first", {"pp": 2, "vpp": 2, "schedule": "interleaved_zero_bubble"}),
         ("norms", {"tp": 2, "pp": 2, "sp": True, "schedule": "gpipe"}),
-        ("last", {"pp": 2, "vpp": 2, "schedule": "looped_bfs"}),
+        ("last", {"pp": 4}),
         ("last", {"pp": 2, "dp": 2, "zero": 3}),
         ("between", {"pp": 2, "vpp": 2, "schedule": "zbv_zero_bubble"}),
         ("all but the head", {"pp": 2, "vpp": 2, "schedule": "dualpipev"}),
