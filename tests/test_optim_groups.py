@@ -1,5 +1,6 @@
 """Parameter groups, frozen parts and foreign optimizers: under plans as in the plain model, or refused."""
 
+from collections.abc import Callable
 from functools import partial
 from unittest.mock import patch
 
@@ -17,6 +18,7 @@ from meg_compile.runtime.optim_faults import freeze, optim_faults
 from meg_compile.runtime.optimizer import build_optimizer
 from meg_compile.verify import verify
 
+SMALL = partial(models.TinyGPT, layers=2)
 GROUPS = [{"params": "lm_head", "lr_scale": 0.5}, {"params": ["*.fc1", "h.0.attn.q.weight"], "weight_decay": 0.3}]
 
 
@@ -52,7 +54,7 @@ def settings(plan=None, **optim):
 ARGUMENTS = ("lr_decay", "centered")
 
 
-def errors_of(settings, factory=models.TinyGPT, see=lambda executor, trainer: None):
+def errors_of(settings, factory: Callable[[], nn.Module] = SMALL, see=lambda executor, program: None):
     """The largest error of two steps against the plain model, and what `see` says on each rank."""
 
     def build():
@@ -108,10 +110,7 @@ def test_what_is_in_which_group():
     assert own["e"] == (0.3, 1.0, (0.5, 0.6)) and own["w"] == plain and own["b"] == none
 
 
-SMALL = partial(models.TinyGPT, layers=2)
-
-
-def program_of(plan, factory=SMALL):
+def program_of(plan, factory: Callable[[], nn.Module] = SMALL):
     inputs = {"input_ids": torch.zeros(1, 8, dtype=torch.long), "labels": torch.zeros(1, 8, dtype=torch.long)}
     return compile(factory, inputs, plan)
 
