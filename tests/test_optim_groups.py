@@ -1,5 +1,6 @@
 """Parameter groups, frozen parts and foreign optimizers: under plans as in the plain model, or refused."""
 
+from collections.abc import Callable
 from functools import partial
 from unittest.mock import patch
 
@@ -17,6 +18,7 @@ from meg_compile.runtime.optim_faults import freeze, optim_faults
 from meg_compile.runtime.optimizer import build_optimizer
 from meg_compile.verify import verify
 
+SMALL = partial(models.TinyGPT, layers=2)
 GROUPS = [{"params": "lm_head", "lr_scale": 0.5}, {"params": ["*.fc1", "h.0.attn.q.weight"], "weight_decay": 0.3}]
 
 
@@ -49,10 +51,10 @@ def settings(plan=None, **optim):
     return found
 
 
-ARGUMENTS = ("lr_decay", "momentum_decay", "centered")
+ARGUMENTS = ("lr_decay", "centered")
 
 
-def errors_of(settings, factory=models.TinyGPT, see=lambda executor, trainer: None):
+def errors_of(settings, factory: Callable[[], nn.Module] = SMALL, see=lambda executor, program: None):
     """The largest error of two steps against the plain model, and what `see` says on each rank."""
 
     def build():
@@ -73,7 +75,6 @@ PLANS = {
     "tp2_pp2_sp": {"tp": 2, "pp": 2, "sp": True},
     "dp2_zero3": {"dp": 2, "zero": 3},
     "pp2_dp2_zero1": {"pp": 2, "dp": 2, "zero": 1},
-    "zbv": {"pp": 2, "vpp": 2, "schedule": "zbv_zero_bubble"},
 }
 
 
@@ -109,10 +110,7 @@ def test_what_is_in_which_group():
     assert own["e"] == (0.3, 1.0, (0.5, 0.6)) and own["w"] == plain and own["b"] == none
 
 
-SMALL = partial(models.TinyGPT, layers=2)
-
-
-def program_of(plan, factory=SMALL):
+def program_of(plan, factory: Callable[[], nn.Module] = SMALL):
     inputs = {"input_ids": torch.zeros(1, 8, dtype=torch.long), "labels": torch.zeros(1, 8, dtype=torch.long)}
     return compile(factory, inputs, plan)
 
@@ -144,7 +142,7 @@ def program_of(plan, factory=SMALL):
     ],
 )
 def test_what_cannot_work_is_refused(changes, key, problem, fix):
-    faults = optim_faults(settings(**changes).optim, program_of(Plan()))
+    faults = optim_faults(settings(**changes).optim, PROGRAMS[Plan()]())
     assert any(f.key == key and problem in f.problem and fix in f.fix for f in faults), [*map(str, faults)]
 
 
@@ -194,7 +192,6 @@ PROGRAMS = {plan: cached(plan) for plan in (Plan(), TP, PP, ZERO, Plan(dp=2))}
     ("target", "arguments", "plan"),
     [
         ("torch.optim.Adagrad", {"lr_decay": 0.01, "groups": GROUPS}, {"tp": 2, "dp": 2, "zero": 2}),
-        ("torch.optim.NAdam", {"momentum_decay": 0.01}, {"tp": 2, "pp": 2}),
         ("torch.optim.RMSprop", {"momentum": 0.9, "centered": True}, {"dp": 2, "zero": 3}),
         (
             "torch.optim.Adafactor",
@@ -219,11 +216,10 @@ FROZEN = {
 @pytest.mark.parametrize(
     ("frozen", "plan"),
     [
-        ("first", {"pp": 4}),
         ("first", {"pp": 2, "dp": 2, "zero": 1}),
         ("first", {"pp": 2, "vpp": 2, "schedule": "interleaved_zero_bubble"}),
         ("norms", {"tp": 2, "pp": 2, "sp": True, "schedule": "gpipe"}),
-        ("last", {"pp": 2, "vpp": 2, "schedule": "looped_bfs"}),
+        ("last", {"pp": 4}),
         ("last", {"pp": 2, "dp": 2, "zero": 3}),
         ("between", {"pp": 2, "vpp": 2, "schedule": "zbv_zero_bubble"}),
         ("all but the head", {"pp": 2, "vpp": 2, "schedule": "dualpipev"}),

@@ -176,7 +176,7 @@ CASES = [
     case("optim.name=sgd optim._target_=torch.optim.SGD", "optim._target_=torch.optim.SGD", "one of the two"),
     case("optim._target_=torch.optim.Muon", "optim._target_=torch.optim.Muon", "only supports 2D"),
     case("optim.frozen=[wtee]", "optim.frozen=wtee", "did you mean wte?"),
-    case("optim.groups=[{params: wte, lr: 1}]", "optim.groups.0.lr=1", "lr_scale"),
+    case("optim.groups=[{params:wte,lr:1}]", "optim.groups.0.lr=1", "lr_scale"),
     case("log.wandb=mine log.every=0", "log.wandb=mine", "not installed", "log.every=0", faults=2),
     case("data.seq_len=0", "data.seq_len=0", "1 or more"),
     case("data.seq_len=129", "data.seq_len=129", "the model's context of 128", "model.context=129"),
