@@ -21,8 +21,15 @@ import torch.distributed as dist
 
 from meg_compile.config import Config, from_dict, load, save
 from meg_compile.errors import Exited, Fault, MegError, Refused
-from meg_compile.prepare import build_dataset, build_validation, compile_program, loss_of, plain_model, prepare
-from meg_compile.prepare import starting_weights
+from meg_compile.prepare import (
+    build_dataset,
+    build_validation,
+    compile_program,
+    loss_of,
+    plain_model,
+    prepare,
+    starting_weights,
+)
 from meg_compile.program import Program
 from meg_compile.runtime.executor import Executor
 from meg_compile.runtime.groups import Groups, init_groups

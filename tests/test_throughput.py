@@ -51,12 +51,13 @@ def test_rates_are_of_one_rank_and_its_peak():
     settings = config(plan__tp=2, plan__dp=2, log__peak_tflops=2.0)
 
     class Program:
+        micro_batch_size = 2
         training_flops = staticmethod(lambda: 10**12)
 
-    rates = Meter(settings, Program(), CPU, Timers(CPU)).rates(0.5)  # 8 rows in micro-batches of 2 on 4 ranks
+    rates = Meter(settings, Program(), CPU, Timers(CPU)).rates(0.5, 8)  # 8 rows in micro-batches of 2 on 4 ranks
     assert rates == {"tflops_per_rank": 4 / 4 / 0.5, "mfu": 1.0}
     settings.log.peak_tflops = None
-    assert Meter(settings, Program(), CPU, Timers(CPU)).rates(0.5) == {"tflops_per_rank": 2.0}
+    assert Meter(settings, Program(), CPU, Timers(CPU)).rates(0.5, 8) == {"tflops_per_rank": 2.0}
 
 
 def test_peaks_of_known_gpus():

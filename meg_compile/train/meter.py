@@ -58,9 +58,9 @@ class Meter:
         return {"tflops_per_rank": tflops} | ({} if self.peak is None else {"mfu": tflops / self.peak})
 
     def step(self, step: int, step_s: float, num_rows: int) -> dict[str, Any]:
-        """Of the step just done, from 0, over so many rows: its rates; at every `log.every`-th and the last one the smallest and largest
-        values of all ranks too: phase_s (seconds a step, mean since the last time), memory_bytes and
-        peak_memory_bytes."""
+        """Of the step just done, from 0, over so many rows: its rates; at every `log.every`-th and the last one the
+        smallest and largest values of all ranks too: phase_s (seconds a step, mean since the last time), memory_bytes
+        and peak_memory_bytes."""
         self._since += 1
         found: dict[str, Any] = self.rates(step_s, num_rows)
         if (step + 1) % self.every and step + 1 != self.steps:
