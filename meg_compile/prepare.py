@@ -61,7 +61,7 @@ def prepare(
         faults += eject_faults(program) if config.task == "eject" else []
         faults += [] if any(fault.key.startswith("optim.") for fault in faults) else optim_faults(config.optim, program)
         if config.task == "train":
-            faults += resume_faults(config, program, lambda step: batches_of(config, dataset).rows(step)[0][0])
+            faults += resume_faults(config, program)
     except Refused as error:
         if faults:
             raise Refused([*faults, *error.faults]) from error

@@ -15,6 +15,7 @@ from meg_compile.checkpoint import files
 from meg_compile.checkpoint.pieces import held_part
 from meg_compile.checkpoint.saver import Saver
 from meg_compile.checkpoint.state import tensors_of
+from meg_compile.train.batches import Batches, checksum
 from meg_compile.train.step import Trainer
 
 # AdamW, weight decay 0.1, three steps of warm-up and a cosine to 0 at step 10, in one process that is never stopped
@@ -44,6 +45,7 @@ class OddGPT(models.TinyGPT):
         super().__init__(vocab=101, tied=False, p=0.1, layers=2)
 
 
+MEASURED = ("step_s", "tokens_per_s", "tflops_per_rank", "phase_s", "memory_bytes", "peak_memory_bytes")
 ODD = {"factory": OddGPT, "rows": models.FixedRows(vocab=101)}
 
 
@@ -54,6 +56,7 @@ ODD = {"factory": OddGPT, "rows": models.FixedRows(vocab=101)}
         ("dp2_zero2", {"precision": "bf16"}),
         ("one", {"precision": "fp32", "dropout": "fast"}),
         ("one", {"precision": "fp16", "train__loss_scale": None}),
+        ("dp2", {"train__batch_ramp": {"start": 4, "increment": 4, "rows": 30}}),
     ],
     ids=str,
 )
@@ -67,10 +70,30 @@ def test_the_same_plan_goes_on_to_the_last_bit(plan, changes, tmp_path, monkeypa
     run(tmp_path / "start", stop_at=3, **ODD, **settings)
     torch.manual_seed(99)  # the stream of random numbers comes from the checkpoint
     _, lines = run(tmp_path / "rest", **ODD, **settings)
-    timeless = [{k: v for k, v in line.items() if k not in ("step_s", "tokens_per_s")} for line in (*lines, *right)]
+    timeless = [{k: v for k, v in line.items() if k not in MEASURED} for line in (*lines, *right)]
     assert timeless[:6] == timeless[6:]
-    if changes["precision"] == "fp16":
+    if changes.get("precision") == "fp16":
         assert 0 < lines[2]["skipped"] < lines[5]["skipped"]
+
+
+def test_another_batch_size_reads_on_where_the_run_was(tmp_path):
+    """After 3 steps of 8 rows, two of 4 read rows 24 to 31: together the rows of the fourth step of 8."""
+    settings = {"train__steps": 5, "checkpoint__dir": str(tmp_path / "ck")}
+    run(tmp_path / "start", stop_at=3, **settings)
+    _, lines = run(tmp_path / "rest", **settings, train__global_batch_size=4)
+    assert [line["num_rows"] for line in lines] == [8, 8, 8, 4, 4]
+    rows = Batches(models.FixedRows(), global_batch_size=4)
+    rows.resume(3, 24)
+    assert [index for step in (3, 4) for _, index in rows.rows(step)] == list(range(24, 32))
+    assert [line["rows"] for line in lines[3:]] == [[f"{checksum(rows[step]):016x}"] for step in (3, 4)]
+
+
+def test_data_of_another_length_is_said(tmp_path, capsys):
+    settings = {"train__steps": 2, "checkpoint__dir": str(tmp_path / "ck")}
+    run(tmp_path / "start", stop_at=1, **settings)
+    assert "rows, and had" not in capsys.readouterr().out
+    run(tmp_path / "rest", rows=models.FixedRows(steps=10), **settings)
+    assert "the data has 80 rows, and had 160" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("plan", ["tp2_pp2_dp2_zero1", "tp2"])

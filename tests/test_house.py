@@ -14,7 +14,7 @@ MAX_LINES = 400
 LAYERS = [
     {"driver", "tokenize"},
     {"prepare"},
-    {"verify", "planner"},
+    {"verify", "generate"},
     {"train"},
     {"checkpoint"},
     {"compiler"},
@@ -22,7 +22,7 @@ LAYERS = [
     {"weights"},
     {"program"},
     {"eject"},
-    {"explain", "report"},
+    {"explain"},
     {"passes"},
     {"axes"},
     {"graph"},

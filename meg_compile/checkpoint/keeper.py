@@ -48,7 +48,8 @@ class Keeper:
         every, last = self.config.checkpoint.every, step == self.config.train.steps
         if asked or last or (every is not None and step % every == 0):
             state = counters_of(self.trainer, step, self.config) | {"metrics": str(self.metrics.absolute())}
-            self.saver.save(step, tensors_of(self.trainer), state)
+            with self.trainer.timers("checkpoint"):
+                self.saver.save(step, tensors_of(self.trainer), state)
             self.saved = str(self.saver.directory / name_of(step))
         self.stopped = 0 if last else asked
         return bool(self.stopped)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from meg_compile.checkpoint.folder import damage, manifest_of, name_of, remove_leftovers, steps_in
-from meg_compile.checkpoint.state import MODEL, first_row, misfit, saved_specs, shortened, take
+from meg_compile.checkpoint.state import MODEL, misfit, saved_specs, shortened, take
 from meg_compile.checkpoint.storage import Index, Reader
 from meg_compile.errors import Fault, MegError, Refused
 from meg_compile.program import Program
@@ -49,11 +49,8 @@ def candidates(settings: Any) -> list[Path]:
     return [Path(settings.dir) / name_of(step) for step in reversed(steps_in(Path(settings.dir)))]
 
 
-def resume_faults(config: Any, program: Program, row_at: Callable[[int], int]) -> list[Fault]:
-    """What is wrong with going on as `config.checkpoint` says, as far as the small files show; no process is needed.
-
-    row_at(step): the position in the run of the first row that this configuration reads at a step.
-    """
+def resume_faults(config: Any, program: Program) -> list[Fault]:
+    """What is wrong with going on as `config.checkpoint` says, as far as the small files show; no process is needed."""
     settings, chosen = config.checkpoint, None
     for path in candidates(settings):
         try:
@@ -68,10 +65,10 @@ def resume_faults(config: Any, program: Program, row_at: Callable[[int], int]) -
             problem = f"it holds {', '.join(newer[:5])} already, which this run would be mistaken for"
             fix = "use another directory, or checkpoint.resume=auto to go on from the latest"
             return [Fault("checkpoint.dir", settings.dir, problem, fix)]
-    return misfits(config, program, chosen, row_at) if chosen else []
+    return misfits(config, program, chosen) if chosen else []
 
 
-def misfits(config: Any, program: Program, found: Found, row_at: Callable[[int], int]) -> list[Fault]:
+def misfits(config: Any, program: Program, found: Found) -> list[Fault]:
     """How a checkpoint differs from what this configuration trains."""
     step, problems = found.state["step"], []
     specs = saved_specs(program)
@@ -86,13 +83,6 @@ def misfits(config: Any, program: Program, found: Found, row_at: Callable[[int],
     if step > config.train.steps:
         problem = f"{found.path} is of step {step} already"
         return [Fault("train.steps", config.train.steps, problem, f"use train.steps={step} or more")]
-    if (row := row_at(step)) != found.state["rows"]:
-        problem = (
-            f"{found.path} has read {found.state['rows']} rows in {step} steps, and this run would have read {row}"
-        )
-        was = found.state["config"]["train"]["global_batch_size"]
-        fix = f"use train.global_batch_size={was}, as the run before"
-        return [Fault("train.global_batch_size", config.train.global_batch_size, problem, fix)]
     return []
 
 
@@ -116,12 +106,14 @@ def resume(config: Any, trainer: Any) -> Found | None:
             passed.append(f"{path.name}: {problem}")
             say(f"checkpoint: {path} is passed over: {problem}", flush=True)
             continue
-        if faults := _from_first(lambda f=found: misfits(config, trainer.program, f, lambda n: first_row(trainer, n))):
+        if faults := _from_first(lambda f=found: misfits(config, trainer.program, f)):
             raise Refused(faults)
         take(trainer, Reader(path, found.index), found.state, config.to_dict())
         say(f"checkpoint: goes on from {path}", flush=True)
         if changed := changes(found.state["config"], config.to_dict()):
             say(f"checkpoint: with other settings than before: {', '.join(changed)}", flush=True)
+        if (now := trainer.batches.num_rows) != (was := found.state["dataset_rows"]):
+            say(f"checkpoint: the data has {now} rows, and had {was}: some may be read again, or late", flush=True)
         return found
     if passed:
         fix = "use another checkpoint.dir to start afresh"

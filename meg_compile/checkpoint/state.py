@@ -54,7 +54,8 @@ def counters_of(trainer: Any, step: int, config: Any) -> dict[str, Any]:
     return {
         "format": 1,
         "step": step,
-        "rows": first_row(trainer, step),
+        "rows": trainer.batches.consumed(step),
+        "dataset_rows": trainer.batches.num_rows,
         "skipped": trainer.num_skipped,
         "loss_scale": trainer.scale.state(),
         "optimizer": type(trainer.optimizer).__name__,
@@ -62,11 +63,6 @@ def counters_of(trainer: Any, step: int, config: Any) -> dict[str, Any]:
         "device": trainer.executor.device.type,
         "config": settings,
     }
-
-
-def first_row(trainer: Any, step: int) -> int:
-    """The position in the run of the first row that the replica reads at a step."""
-    return trainer.batches.rows(step)[0][0]
 
 
 def take(trainer: Any, reader: Reader, state: dict[str, Any], settings: dict[str, Any]) -> None:
@@ -95,6 +91,7 @@ def take(trainer: Any, reader: Reader, state: dict[str, Any], settings: dict[str
         executor.rng.state = kept[1]
     else:
         executor.seed(trainer.seed, state["step"])
+    trainer.batches.resume(state["step"], state["rows"])
     trainer.num_skipped = state["skipped"]
     trainer.scale.load(state["loss_scale"])
 

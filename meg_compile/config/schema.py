@@ -196,6 +196,7 @@ class CheckpointConfig:
     none."""
 
 
+@dataclass
 class LogConfig:
     """What a run measures and where it is shown."""
 
