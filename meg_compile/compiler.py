@@ -19,6 +19,7 @@ from meg_compile.passes.context import share_context
 from meg_compile.passes.decode import decode
 from meg_compile.passes.dropout import draw_by_counters, find_draws
 from meg_compile.passes.in_place import in_place
+from meg_compile.passes.lookups import check_lookups
 from meg_compile.passes.masks import fold_masks
 from meg_compile.passes.partition import Stage, partition
 from meg_compile.passes.rows import judge
@@ -56,6 +57,7 @@ def compile(
 
     captured = capture(module, inputs, loss, source.value, training)
     fold_masks(captured, source.value)
+    check_lookups(captured, source.value)
 
     def again(times: int) -> Captured:
         return capture(module, _repeated(inputs, times), loss, source.value, training)
@@ -96,6 +98,7 @@ def compile_decoder(
         module = module.to(dtype)
     captured = capture(module, {"input_ids": input_ids}, only_logits, source.value, training=False)
     fold_masks(captured, source.value)
+    check_lookups(captured, source.value)
     limits = find_limits(captured.graph)
     axes = decode(captured, infer(captured.graph, captured.tensors), new, source.value)
 

@@ -19,8 +19,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from meg_compile.checkpoint.resume import is_named, load_weights
 from meg_compile.config import Config, from_dict, load, save
 from meg_compile.errors import Exited, Fault, MegError, Refused
+from meg_compile.generate import decoding_plan, generate, texts_of
 from meg_compile.prepare import (
     build_dataset,
     build_validation,
@@ -29,8 +31,10 @@ from meg_compile.prepare import (
     plain_model,
     prepare,
     starting_weights,
+    text_programs,
 )
 from meg_compile.program import Program
+from meg_compile.runtime.decoder import Decoder
 from meg_compile.runtime.executor import Executor
 from meg_compile.runtime.groups import Groups, init_groups
 from meg_compile.runtime.launch import launch
@@ -59,14 +63,16 @@ def run(
     try:
         config, program = prepare(plain, faults, directory, world)
         save(config, run_dir / "config.yaml")
-        write_json(run_dir / "plan.json", program.to_dict(config.num_microbatches))
+        if config.task != "generate":
+            write_json(run_dir / "plan.json", program.to_dict(config.num_microbatches))
         if config.task == "explain":
             return show_plan(config, program, run_dir)
         if config.task == "eject":
             return eject_program(config, program, run_dir)
         processes = "1 process" if config.num_ranks == 1 else f"{config.num_ranks} processes, {program.plan}"
         print(f"{config.task}: {processes}; run directory {run_dir}", flush=True)
-        if program.units.unclear and config.num_microbatches * config.plan.dp > 1 and not config.train.check:
+        several = config.num_microbatches * config.plan.dp > 1
+        if config.task == "train" and program.units.unclear and several and not config.train.check:
             unknown = f"whether the loss of a micro-batch sees only its own rows is not known: {program.units.unclear}"
             print(f"warning: {unknown}; train.check=true compares a step", file=sys.stderr, flush=True)
         write_json(run_dir / "result.json", outcome | {"error": "it ended before it was done"})
@@ -167,14 +173,18 @@ def work(config: Config, run_dir: Path, world: World) -> dict[str, Any]:
     kind = device_type(config.launch.device, world.local_size)
     device = torch.device(kind, world.local_rank) if kind == "cuda" else torch.device(kind)
     world.init_process_group(device)
-    groups = init_groups(config.plan.plan().mesh, kind)
-    dataset = build_dataset(config)
-    if config.task == "verify":
+    plan = decoding_plan(config) if config.task == "generate" else config.plan.plan()
+    groups = init_groups(plan.mesh, kind)
+    if config.task == "generate":
+        result = write_texts(config, groups, device, run_dir)
+    elif config.task == "verify":
+        dataset = build_dataset(config)
         report, *_ = compare(config, groups, device, dataset, steps=config.verify.steps, update=True)
         result = {"task": "verify", "plan": config.to_dict()["plan"]} | report.to_dict()
         if world.rank == 0:
             report.show()
     else:
+        dataset = build_dataset(config)
         program, executor = loaded_program(config, groups, device, dataset)
         validation = validation_of(config, program, executor, groups)
         result = train(config, program, executor, groups, dataset, run_dir, validation)
@@ -182,6 +192,20 @@ def work(config: Config, run_dir: Path, world: World) -> dict[str, Any]:
         write_json(run_dir / "result.json", result)
     dist.destroy_process_group()
     return result
+
+
+def write_texts(config: Config, groups: Groups, device: torch.device, run_dir: Path) -> dict[str, Any]:
+    """task=generate on one rank."""
+    texts = texts_of(config)
+    programs, total = text_programs(config, texts)
+    decoder = Decoder(programs, groups, device, total)
+    if is_named(config.checkpoint):
+        decoder.load()
+        load_weights(config, decoder.executor)
+    else:
+        decoder.load(starting_weights(config, programs[0]))
+    decoder.copy()
+    return generate(config, texts, decoder, groups, run_dir)
 
 
 def loaded_program(config: Config, groups: Groups, device: torch.device, dataset: Any) -> tuple[Program, Executor]:

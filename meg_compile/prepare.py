@@ -10,13 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meg_compile.checkpoint.resume import resume_faults
+from meg_compile.checkpoint.resume import is_named, resume_faults, weights_faults
 from meg_compile.compiler import compile
 from meg_compile.config import OWN, Config, Here, resolve
-from meg_compile.config.schema import ALONE
+from meg_compile.config.schema import WITHOUT_DATA
 from meg_compile.config.targets import Target, locate
 from meg_compile.eject import eject_faults
 from meg_compile.errors import Fault, Refused
+from meg_compile.generate import Texts, decoder_programs, texts_of
 from meg_compile.passes.dropout import find_noise
 from meg_compile.passes.labels import shifts_labels
 from meg_compile.passes.tokens import HALVES
@@ -51,8 +52,10 @@ def prepare(
     config, faults = resolve(plain, faults, here, directory)
     if config is None or any(_concerns(fault.key) for fault in faults):
         raise Refused(faults)
+    if config.task == "generate":
+        return config, prepare_texts(config, faults)
     try:
-        dataset = None if config.task in ALONE else build_dataset(config)
+        dataset = None if config.task in WITHOUT_DATA else build_dataset(config)
         program = compile_program(config, dataset)
         faults += _weight_faults(config, program)
         faults += coupling_faults(config, program) + _vocabulary_faults(config, program, dataset)
@@ -75,6 +78,24 @@ def prepare(
     if faults:
         raise Refused(faults)
     return config, program
+
+
+def prepare_texts(config: Config, faults: list[Fault]) -> Program:
+    """The program that writes texts. Refused for prompts, models and weights with which there are none."""
+    try:
+        program = text_programs(config, texts_of(config))[0][0]
+        checkpointed = is_named(config.checkpoint)
+        faults += weights_faults(config, program) if checkpointed else _weight_faults(config, program)
+    except Refused as error:
+        raise Refused([*faults, *error.faults]) from error
+    if faults:
+        raise Refused(faults)
+    return program
+
+
+def text_programs(config: Config, texts: Texts) -> tuple[list[Program], int]:
+    """The programs that write texts, and how long these become at most."""
+    return decoder_programs(config, texts, _factory(config))
 
 
 def build_dataset(config: Config) -> Any:
@@ -104,24 +125,23 @@ def compile_program(config: Config, dataset: Any) -> Program:
     Without a dataset (task=explain, eject) our own text is taken as `data.seq_len` token ids a row, so that no file or
     tokenizer is needed; any other dataset is built after all, since only it knows its fields.
     """
-    inputs = _inputs(config, dataset)
+    inputs, dtype, factory = _inputs(config, dataset), DTYPES[config.precision], _factory(config)
     torch.manual_seed(config.train.seed)
-    failed: list[Exception] = []
+    return compile(factory, inputs, config.plan.plan(), loss=loss_of(config), dtype=dtype, dropout=config.dropout)
+
+
+def _factory(config: Config) -> Callable[[], nn.Module]:
+    """Builds the plain model. Refused where its class cannot."""
 
     def factory() -> nn.Module:
         try:
             return build_model(config)
-        except Exception as error:
-            failed.append(error)
+        except Refused:
             raise
-
-    try:
-        dtype = DTYPES[config.precision]
-        return compile(factory, inputs, config.plan.plan(), loss=loss_of(config), dtype=dtype, dropout=config.dropout)
-    except Exception as error:
-        if error in failed and not isinstance(error, Refused):
+        except Exception as error:
             raise _unbuildable("model", config.model, error) from error
-        raise
+
+    return factory
 
 
 def coupling_faults(config: Config, program: Program) -> list[Fault]:

@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 def config(**changes: Any) -> Config:
     """The reference run: float64, SGD with lr 0.1, 5 steps of 8 rows in order. changes: train__steps=3 and the like."""
     plain: dict[str, Any] = {
-        "task": "train",
+        "task": changes.pop("task", "train"),
         "precision": changes.pop("precision", "fp64"),
         "compile": False,
         "dropout": changes.pop("dropout", "exact"),
@@ -66,6 +66,8 @@ def config(**changes: Any) -> Config:
         "checkpoint": {"dir": None, "every": None, "keep": 2, "keep_every": None, "resume": "auto"}
         | {"background": True, "signal": None},
         "export": {"path": None, "dtype": "held", "max_shard_gb": 5.0},
+        "generate": {"prompts": None, "file": None, "tokens": 20, "temperature": 0.0, "top_k": None, "top_p": None}
+        | {"seed": 1234, "stop": None, "tokenizer": None, "rows": None},
         "explain": {"block": 0},
     }
     for key, value in changes.items():

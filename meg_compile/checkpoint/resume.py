@@ -10,13 +10,14 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from meg_compile.checkpoint.folder import damage, manifest_of, name_of, remove_leftovers, steps_in
-from meg_compile.checkpoint.state import MODEL, misfit, saved_specs, shortened, take
+from meg_compile.checkpoint.state import MODEL, misfit, saved_specs, shortened, take, take_weights
 from meg_compile.checkpoint.storage import Index, Reader
 from meg_compile.errors import Fault, MegError, Refused
 from meg_compile.program import Program
 
 SMALL = ("index.json", "state.json")
-APART = ("plan", "checkpoint", "launch", "export", "explain", "verify", "task", "train.steps", "train.check")
+APART = ("plan", "checkpoint", "launch", "export", "explain", "verify", "generate", "task")
+APART += ("train.steps", "train.check")
 """Settings that may differ without a word."""
 
 
@@ -40,9 +41,14 @@ def look_at(path: Path) -> Found:
     return Found(path, files, index, state)
 
 
+def is_named(settings: Any) -> bool:
+    """Whether the section `checkpoint` names where one may be."""
+    return settings.resume is not None and (settings.resume != "auto" or settings.dir is not None)
+
+
 def candidates(settings: Any) -> list[Path]:
     """The checkpoints that `checkpoint.resume` allows, best first. settings: the section `checkpoint`."""
-    if settings.resume is None or (settings.resume == "auto" and settings.dir is None):
+    if not is_named(settings):
         return []
     if settings.resume != "auto":
         return [Path(settings.resume)]
@@ -65,12 +71,25 @@ def resume_faults(config: Any, program: Program) -> list[Fault]:
             problem = f"it holds {', '.join(newer[:5])} already, which this run would be mistaken for"
             fix = "use another directory, or checkpoint.resume=auto to go on from the latest"
             return [Fault("checkpoint.dir", settings.dir, problem, fix)]
-    return misfits(config, program, chosen) if chosen else []
+    return (misfits(program, chosen) or _is_past(config, chosen)) if chosen else []
 
 
-def misfits(config: Any, program: Program, found: Found) -> list[Fault]:
-    """How a checkpoint differs from what this configuration trains."""
-    step, problems = found.state["step"], []
+def weights_faults(config: Any, program: Program) -> list[Fault]:
+    """What is wrong with taking the model's weights from where `config.checkpoint` says, likewise."""
+    settings, problem = config.checkpoint, "there is no checkpoint"
+    for path in candidates(settings):
+        try:
+            return misfits(program, look_at(path))
+        except (ValueError, OSError) as error:
+            problem = str(error)
+            if settings.resume != "auto":
+                return [Fault("checkpoint.resume", path, problem, _other(path))]
+    return [Fault("checkpoint.dir", settings.dir, problem, "name the checkpoint.dir of a run that saved")]
+
+
+def misfits(program: Program, found: Found) -> list[Fault]:
+    """How a checkpoint's model differs from this one."""
+    problems = []
     specs = saved_specs(program)
     for name, spec in specs.items():
         problems += misfit(f"{MODEL}{name}", spec.shape, spec.held, found.index)
@@ -80,10 +99,14 @@ def misfits(config: Any, program: Program, found: Found) -> list[Fault]:
     if problems:
         fix = "use another checkpoint.dir, or the model and precision that it is of"
         return [Fault("checkpoint", found.path, "does not fit: " + "; ".join(shortened(problems)), fix)]
-    if step > config.train.steps:
-        problem = f"{found.path} is of step {step} already"
-        return [Fault("train.steps", config.train.steps, problem, f"use train.steps={step} or more")]
     return []
+
+
+def _is_past(config: Any, found: Found) -> list[Fault]:
+    if (step := found.state["step"]) <= config.train.steps:
+        return []
+    problem = f"{found.path} is of step {step} already"
+    return [Fault("train.steps", config.train.steps, problem, f"use train.steps={step} or more")]
 
 
 def resume(config: Any, trainer: Any) -> Found | None:
@@ -94,26 +117,47 @@ def resume(config: Any, trainer: Any) -> Found | None:
     damaged, or the optimizer's state does not fit.
     """
     settings, rank = config.checkpoint, trainer.groups.rank
-    say = print if rank == 0 else lambda *_, **__: None
     if settings.dir is not None:
         for name in _from_first(lambda: remove_leftovers(Path(settings.dir)) if rank == 0 else []):
-            say(f"checkpoint: {name} is passed over: it was not finished", flush=True)
+            _say(f"{name} is passed over: it was not finished")
+    found = _best(config, trainer.program)
+    if found is None:
+        return None
+    if faults := _is_past(config, found):
+        raise Refused(faults)
+    take(trainer, Reader(found.path, found.index), found.state, config.to_dict())
+    _say(f"goes on from {found.path}")
+    if changed := changes(found.state["config"], config.to_dict()):
+        _say(f"with other settings than before: {', '.join(changed)}")
+    if (now := trainer.batches.num_rows) != (was := found.state["dataset_rows"]):
+        _say(f"the data has {now} rows, and had {was}: some may be read again, or late")
+    return found
+
+
+def load_weights(config: Any, executor: Any) -> None:
+    """Give an executor the model's weights out of the checkpoint that `config.checkpoint` names. All ranks call this.
+
+    Checked and refused as by `resume`, whatever its step. MegError where there is none.
+    """
+    found = _best(config, executor.program)
+    if found is None:
+        raise MegError(f"there is no checkpoint in checkpoint.dir={config.checkpoint.dir}")
+    take_weights(executor, Reader(found.path, found.index))
+    _say(f"weights of {found.path}")
+
+
+def _best(config: Any, program: Program) -> Found | None:
+    """The first good one of the candidates, every byte of it checked; None where there are none at all."""
     passed = []
-    for path in _from_first(lambda: candidates(settings)):
+    for path in _from_first(lambda: candidates(config.checkpoint)):
         found, problem = _from_first(lambda path=path: _looked_at(path))
-        problem = problem or _damage_in_depth(found, rank)
+        problem = problem or _damage_in_depth(found)
         if problem:
             passed.append(f"{path.name}: {problem}")
-            say(f"checkpoint: {path} is passed over: {problem}", flush=True)
+            _say(f"{path} is passed over: {problem}")
             continue
-        if faults := _from_first(lambda f=found: misfits(config, trainer.program, f)):
+        if faults := _from_first(lambda found=found: misfits(program, found)):
             raise Refused(faults)
-        take(trainer, Reader(path, found.index), found.state, config.to_dict())
-        say(f"checkpoint: goes on from {path}", flush=True)
-        if changed := changes(found.state["config"], config.to_dict()):
-            say(f"checkpoint: with other settings than before: {', '.join(changed)}", flush=True)
-        if (now := trainer.batches.num_rows) != (was := found.state["dataset_rows"]):
-            say(f"checkpoint: the data has {now} rows, and had {was}: some may be read again, or late", flush=True)
         return found
     if passed:
         fix = "use another checkpoint.dir to start afresh"
@@ -140,9 +184,14 @@ def _looked_at(path: Path) -> tuple[Found | None, str]:
         return None, str(error)
 
 
-def _damage_in_depth(found: Found, rank: int) -> str:
+def _say(text: str) -> None:
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        print(f"checkpoint: {text}", flush=True)
+
+
+def _damage_in_depth(found: Found) -> str:
     """What is wrong with a checkpoint's files, of which each rank reads its share."""
-    world = dist.get_world_size() if dist.is_initialized() else 1
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     mine = sorted(found.files)[rank::world]
     try:
         problems = damage(found.path, {name: found.files[name] for name in mine}, mine)

@@ -33,7 +33,7 @@ def tensors_of(trainer: Any) -> dict[str, Held]:
     found = {}
     for name, spec in saved_specs(trainer.program).items():
         if name in executor.specs:
-            found[f"{MODEL}{name}"] = _held(trainer, spec, executor.tensors[name])
+            found[f"{MODEL}{name}"] = _held(executor, spec, executor.tensors[name])
     for name, parameter in executor.parameters.items():
         for what, value in _moments(trainer.optimizer, parameter).items():
             found[f"{OPTIMIZER}{name}.{what}"] = _moment(trainer, name, what, value)
@@ -94,6 +94,14 @@ def take(trainer: Any, reader: Reader, state: dict[str, Any], settings: dict[str
     trainer.batches.resume(state["step"], state["rows"])
     trainer.num_skipped = state["skipped"]
     trainer.scale.load(state["loss_scale"])
+
+
+def take_weights(executor: Any, reader: Reader) -> None:
+    """Give an executor the model of a checkpoint that fits. All ranks call this."""
+    own = {name: spec for name, spec in saved_specs(executor.program).items() if name in executor.specs}
+    wanted = {f"{MODEL}{name}": _held(executor, spec, executor.tensors[name]) for name, spec in own.items()}
+    with torch.no_grad():
+        dcp.load(wanted, storage_reader=reader, planner=LoadPlanner(), no_dist=not dist.is_initialized())
 
 
 def make_moments(trainer: Any) -> None:
@@ -170,15 +178,15 @@ def _moments(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[
 def _moment(trainer: Any, name: str, what: str, value: Any) -> Held:
     parameter = trainer.executor.parameters[name]
     if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
-        return _held(trainer, trainer.executor.specs[name], value)
+        return _held(trainer.executor, trainer.executor.specs[name], value)
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         return held_whole(value)
     kind = type(trainer.optimizer).__name__
     raise MegError(f"checkpoints hold what is laid out like a parameter, or one number; {kind}'s {what} is neither")
 
 
-def _held(trainer: Any, spec: ParamSpec, tensor: torch.Tensor) -> Held:
-    at, dp, row = trainer.groups.coords, trainer.program.plan.dp, None
-    if spec.name in trainer.executor.split:
+def _held(executor: Any, spec: ParamSpec, tensor: torch.Tensor) -> Held:
+    at, dp, row = executor.groups.coords, executor.program.plan.dp, None
+    if spec.name in executor.split:
         row = min(at.dp * -(-spec.local_shape[0] // dp), spec.local_shape[0])
     return held_part(spec, tensor.detach(), at.tp, row)

@@ -21,6 +21,8 @@ __all__ = ["OWN", "Config", "DataConfig", "Here", "OptimConfig", "PlanConfig", "
 __all__ += ["from_dict", "load", "resolve", "save"]
 
 PATHS = ("data.path", "data.tokenizer", "model.path", "init.path", "checkpoint.dir", "checkpoint.resume", "export.path")
+PATHS += ("generate.file", "generate.tokenizer")
+NO_PATHS = (("checkpoint.resume", "auto"), ("generate.tokenizer", "bytes"))
 
 
 def resolve(
@@ -35,7 +37,7 @@ def resolve(
     reading = read(plain, faults)
     for key in PATHS:
         path = reading.values.get(key)
-        if path and (key, path) != ("checkpoint.resume", "auto"):
+        if path and (key, path) not in NO_PATHS:
             target = reading.values.get(f"{key.split('.')[0]}._target_", OWN)
             reading.values[key] = _absolute(path, directory, target)
     if isinstance(other := reading.values.get("eval.data"), dict):

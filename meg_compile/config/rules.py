@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from meg_compile.config.read import Reading
-from meg_compile.config.schema import ALONE
+from meg_compile.config.schema import ALONE, WITHOUT_DATA
 from meg_compile.config.targets import OWN
 from meg_compile.errors import Fault, any_of
 from meg_compile.plan import Plan, plan_faults
@@ -62,11 +62,18 @@ BOUNDS: dict[str, tuple[float, bool, str]] = {
     "checkpoint.every": (1, True, "a count of steps"),
     "checkpoint.keep": (1, True, "a count of checkpoints"),
     "checkpoint.keep_every": (1, True, "a count of steps"),
+    "generate.tokens": (1, True, "a count of tokens"),
+    "generate.temperature": (0, True, "a divisor of logits; 0 takes the likeliest token"),
+    "generate.top_k": (1, True, "a count of tokens"),
+    "generate.top_p": (0, False, "a probability"),
+    "generate.seed": (0, True, "a seed"),
+    "generate.rows": (1, True, "a count of texts"),
     "explain.block": (0, True, "a position"),
     "data.seq_len": (1, True, "a count of tokens"),
 }
 LARGEST = 2**31 - 1
 MOST = {"train.seed": 2**63 - 1, "launch.threads": 1024, "launch.nproc": 4096}
+MOST |= {"generate.seed": 2**63 - 1}
 MOST |= dict.fromkeys(("train.micro_batch_size", "train.global_batch_size", "data.seq_len"), 2**24)
 EXAMPLES = {
     "log.peak_tflops": "989",
@@ -135,7 +142,7 @@ def _microbatches(v: Mapping[str, Any], here: Here) -> list[Fault]:
     """What the schedule asks of the number of micro-batches."""
     total, micro, dp, pp = (v[k] for k in ("train.global_batch_size", "train.micro_batch_size", "plan.dp", "plan.pp"))
     schedule, count = SCHEDULES[v["plan.schedule"]], total // (micro * dp)
-    if total % (micro * dp) or pp == 1 or v["task"] == "explain" or schedule.allows(count, pp):
+    if total % (micro * dp) or pp == 1 or v["task"] in ("explain", "generate") or schedule.allows(count, pp):
         return []
     sizes = [str(n * micro * dp) for n in schedule.near(count, pp)]
     fix = f"use train.global_batch_size={any_of(sizes)}"
@@ -163,7 +170,7 @@ def _ramp(v: Mapping[str, Any], here: Here) -> list[Fault]:
         for size in range(start, full + 1, increment):
             if size % unit:
                 return f"{size} rows are no multiple of train.micro_batch_size x plan.dp = {unit}"
-            if pp > 1 and v["task"] != "explain" and not schedule.allows(size // unit, pp):
+            if pp > 1 and v["task"] not in ("explain", "generate") and not schedule.allows(size // unit, pp):
                 return f"at {size} rows plan.schedule={schedule.name} {schedule.why_not(size // unit, pp)}"
         return ""
 
@@ -289,7 +296,7 @@ def _momentum(v: Mapping[str, Any], here: Here) -> list[Fault]:
 
 def _text(v: Mapping[str, Any], here: Here) -> list[Fault]:
     """Files and vocabulary of our own text dataset. Tasks that run alone read no file."""
-    if not v["data._target_"].startswith(f"{OWN}train.data.") or v["task"] in ALONE:
+    if not v["data._target_"].startswith(f"{OWN}train.data.") or v["task"] in WITHOUT_DATA:
         return []
     faults = []
     for key, what in (("data.path", "text"), ("data.tokenizer", "tokenizer.json")):
@@ -348,6 +355,23 @@ def _checkpoint(v: Mapping[str, Any], here: Here) -> list[Fault]:
     return faults
 
 
+def _generate(v: Mapping[str, Any], here: Here) -> list[Fault]:
+    if v["task"] != "generate":
+        return []
+    faults, prompts, top_p = [], v["generate.prompts"], v["generate.top_p"]
+    if (prompts is None) == (v["generate.file"] is None):
+        problem = "there is nothing to go on with" if prompts is None else "generate.file names prompts too"
+        fix = """use generate.prompts='["def "]', or generate.file=FILE with a prompt a line"""
+        faults.append(Fault("generate.prompts", prompts, problem, fix))
+    if top_p is not None and top_p > 1:
+        faults.append(Fault("generate.top_p", top_p, "a probability is at most 1", "use 0.9, say"))
+    resume = v["checkpoint.resume"]
+    if v["init.path"] is None and (resume is None or (resume == "auto" and v["checkpoint.dir"] is None)):
+        fix = "add checkpoint.dir=DIR of a run, checkpoint.resume=DIR/step_N, or init.path=FILE"
+        faults.append(Fault("checkpoint.dir", None, "no trained weights are named to write with", fix))
+    return faults
+
+
 def _wandb(v: Mapping[str, Any], here: Here) -> list[Fault]:
     project = v["log.wandb"]
     if project is None or v["task"] != "train" or importlib.util.find_spec("wandb"):
@@ -375,5 +399,6 @@ RULES: tuple[Callable[[Mapping[str, Any], Here], list[Fault]], ...] = (
     _context,
     _export,
     _checkpoint,
+    _generate,
     _wandb,
 )

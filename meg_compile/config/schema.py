@@ -13,7 +13,9 @@ from meg_compile.config.targets import MaybeTarget, Target
 from meg_compile.plan import Plan
 
 ALONE = ("explain", "eject")
-"""Tasks that start no process and read no data."""
+"""Tasks that start no process."""
+WITHOUT_DATA = (*ALONE, "generate")
+"""Tasks that read no dataset."""
 
 
 @dataclass
@@ -233,6 +235,32 @@ class InitConfig:
 
 
 @dataclass
+class GenerateConfig:
+    """Texts that a trained model goes on with (task=generate), from the weights of `checkpoint` or `init.path`."""
+
+    prompts: list[Any] | None
+    """The beginnings, each a text or a list of token ids."""
+    file: str | None
+    """A text file that has a beginning a line, instead."""
+    tokens: int
+    """New tokens of each text at most."""
+    temperature: float
+    """0 takes the likeliest token; else one is drawn, by logits divided by this."""
+    top_k: int | None
+    """Draw among so many of the likeliest; null for all."""
+    top_p: float | None
+    """Draw among the likeliest that have this probability together; null for all."""
+    seed: int
+    """Seed of what is drawn."""
+    stop: int | str | None
+    """The token that ends a text, by number or name ("<|endoftext|>"); null for none."""
+    tokenizer: str | None
+    """As data.tokenizer, or `bytes`; null for that of data.tokenizer or of the folder init.path."""
+    rows: int | None
+    """Texts that a replica works on together; null for up to 16."""
+
+
+@dataclass
 class ExplainConfig:
     """What task=explain prints."""
 
@@ -244,9 +272,9 @@ class ExplainConfig:
 class Config:
     """Everything that a run is made of."""
 
-    task: Literal["train", "explain", "verify", "eject"]
-    """train the model, explain the plan, verify it against the plain model, or eject it as source that runs with torch
-    alone; explain and eject start no process."""
+    task: Literal["train", "generate", "explain", "verify", "eject"]
+    """train the model, generate text with it, explain the plan, verify it against the plain model, or eject it as
+    source that runs with torch alone; explain and eject start no process."""
     precision: Literal["fp64", "fp32", "bf16", "fp16"]
     """Floating-point format of the model. In bf16 and fp16 the weights that are trained, sums of gradients, their
     reductions and the optimizer are in fp32."""
@@ -280,6 +308,8 @@ class Config:
     """What is measured."""
     export: ExportConfig
     """The trained weights."""
+    generate: GenerateConfig
+    """Texts to go on with."""
     explain: ExplainConfig
     """What task=explain prints."""
 

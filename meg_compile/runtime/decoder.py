@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from meg_compile.ops.decoding import Decoding
-from meg_compile.program import Program
+from meg_compile.program import Program, Source
 from meg_compile.runtime.executor import Executor
 from meg_compile.runtime.groups import Groups
 
@@ -15,7 +15,7 @@ class Decoder:
     """One rank of some programs of `compile_decoder` for the same model, rows and length, each for another number of
     new tokens; they share weights and caches.
 
-    executor: the first program's, whose weights are to be loaded.
+    executor: the first program's, whose weights the others read; `copy` when they have changed.
     """
 
     def __init__(self, programs: list[Program], groups: Groups, device: torch.device, total: int):
@@ -28,6 +28,15 @@ class Decoder:
             program.inputs["input_ids"].shape[1]: executor
             for program, executor in zip(programs, (self.executor, *others), strict=True)
         }
+
+    def load(self, source: Source | None = None) -> None:
+        """Fill this rank's shards, by default with the starting weights of the model that was compiled."""
+        self.executor.load(source)
+
+    def copy(self) -> None:
+        """Bring what is read in half precision up to date with the weights."""
+        for executor in self.by_new.values():
+            executor.copy()
 
     @torch.no_grad()
     def logits(self, input_ids: torch.Tensor, start: int) -> torch.Tensor | None:
