@@ -4,26 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from types import SimpleNamespace
-from typing import Any, Protocol
+from functools import cache
+from typing import Protocol
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from benchmarks.composed import configuration
 from benchmarks.threads import run_threads
 from benchmarks.wide import widened
 from meg_compile.compiler import compile
+from meg_compile.config import Config
 from meg_compile.plan import Plan
 from meg_compile.runtime.executor import Executor
 from meg_compile.runtime.groups import init_groups
 from meg_compile.verify import Report, verify
 
 SEED, STEPS, ROWS = 1234, 2, 4
-NOISE = (
-    0.2  # added to every parameter at the start, so that a bias or norm that is read twice cannot hide behind 0 or 1
-)
+NOISE = 0.2  # added to every parameter, so that a bias or norm that is read twice cannot hide behind 0 or 1
 
 
 class Entry(Protocol):
@@ -88,13 +88,8 @@ def largest_error(report: Report) -> float:
     return max(difference.error for difference in report.differences)
 
 
-def _config(micro_batch_size: int) -> Any:
-    sizes = {"micro_batch_size": micro_batch_size, "global_batch_size": ROWS}
-    optim = {"name": "sgd", "lr": 0.05, "min_lr": 0.0, "warmup_steps": 0, "weight_decay": 0.0, "momentum": 0.0}
-    return SimpleNamespace(
-        precision="fp64",
-        data=SimpleNamespace(shuffle=False, fields=None),
-        train=SimpleNamespace(**sizes, seed=SEED, steps=STEPS, clip_grad=0.0, loss_scale=None, batch_ramp=None),
-        optim=SimpleNamespace(**optim, schedule="constant", decay="matrices", betas=[0.9, 0.95], eps=1e-8),
-        verify=SimpleNamespace(tolerance=None),
-    )
+@cache
+def _config(micro_batch_size: int) -> Config:
+    sizes = f"train.micro_batch_size={micro_batch_size}", f"train.global_batch_size={ROWS}", f"train.steps={STEPS}"
+    settings = "plan=single", "precision=fp64", "optim=sgd", "optim.lr=0.05", "data.shuffle=false", "train.clip_grad=0"
+    return configuration(*settings, f"train.seed={SEED}", *sizes)

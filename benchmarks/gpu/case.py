@@ -4,22 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import meg_compile
+from benchmarks.composed import configuration
 from meg_compile import Plan, Program
 from meg_compile.models.gpt2 import GPT2
 from meg_compile.runtime.executor import Executor
 from meg_compile.runtime.groups import Groups
 
-OPTIM = SimpleNamespace(
-    **{"name": "adamw", "lr": 1e-4, "min_lr": 0.0, "warmup_steps": 0, "schedule": "constant", "decay": "matrices"},
-    **{"weight_decay": 0.1, "betas": [0.9, 0.95], "eps": 1e-8, "momentum": 0.0},
-)
+SETTINGS = ("plan=single", "optim=adamw", "optim.lr=1e-4", "optim.schedule=constant", "data.shuffle=false")
+OPTIM = configuration(*SETTINGS).optim
 
 
 @dataclass(frozen=True)

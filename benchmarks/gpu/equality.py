@@ -8,14 +8,13 @@ torch.compile keeps in fp32 what eager operators round to 4e-3 at every activati
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.gpu.case import OPTIM, Case
-from meg_compile import Plan
+from benchmarks.composed import configuration
+from benchmarks.gpu.case import SETTINGS, Case
 from meg_compile.models.loss import cross_entropy
 from meg_compile.runtime.executor import Executor
 from meg_compile.runtime.groups import Groups
@@ -51,17 +50,8 @@ def equality(case: Case, groups: Groups, device: torch.device) -> list[dict[str,
 
 def _compare(case: Case, precision: str, compiled: bool, groups: Groups, device: torch.device) -> dict[str, Any]:
     micro = case.rows // 2
-    config = SimpleNamespace(
-        precision=precision,
-        plan=Plan(),
-        optim=OPTIM,
-        data=SimpleNamespace(shuffle=False, fields=None),
-        train=SimpleNamespace(
-            **{"steps": STEPS, "micro_batch_size": micro, "global_batch_size": case.rows, "seed": SEED},
-            **{"clip_grad": 1.0, "loss_scale": None, "batch_ramp": None},
-        ),
-        verify=SimpleNamespace(tolerance=None),
-    )
+    sizes = f"train.micro_batch_size={micro}", f"train.global_batch_size={case.rows}", f"train.steps={STEPS}"
+    config = configuration(*SETTINGS, f"precision={precision}", f"train.seed={SEED}", *sizes)
     program = case.compile(DTYPES[precision], micro, SEED)
     executor = Executor(program, groups, device, compiled=compiled)
     executor.load()
