@@ -13,8 +13,10 @@ from training import config, on_ranks
 from meg_compile.axes.layout import Shard
 from meg_compile.checkpoint import files
 from meg_compile.checkpoint.pieces import held_part
+from meg_compile.checkpoint.resume import look_at
 from meg_compile.checkpoint.saver import Saver
-from meg_compile.checkpoint.state import tensors_of
+from meg_compile.checkpoint.state import counters_of, make_moments, take, tensors_of
+from meg_compile.checkpoint.storage import Reader
 from meg_compile.train.batches import Batches, checksum
 from meg_compile.train.step import Trainer
 
@@ -36,6 +38,17 @@ def test_a_chain_of_plans_is_one_run(tmp_path):
         assert result["checkpoint"] == str(tmp_path / "ck" / f"step_{step}")
         assert (result["status"], result.get("signal")) == (("stopped", TERM) if step < 10 else ("ok", None))
     assert sorted(path.name for path in (tmp_path / "ck").iterdir()) == ["step_10", "step_9"]
+
+
+def test_a_padded_vocabulary_changes_plans(tmp_path):
+    """C42 with 101 tokens, of which tp=2 pads one: five steps at tp=2, then (1, 2), (2, 2) and (1, 1)."""
+    odd = {"factory": lambda: models.TinyGPT(vocab=101), "rows": models.FixedRows(vocab=101)}
+    steps = {"train__steps": 10, **C42_SETTINGS}
+    _, right = run(tmp_path / "all", **odd, **steps)
+    steps["checkpoint__dir"] = str(tmp_path / "ck")
+    for stop, plan in ((5, "tp2"), (7, "pp2"), (8, "tp2_pp2"), (10, "one")):
+        _, lines = run(tmp_path / plan, stop_at=stop, **odd, **steps, **PLANS[plan])
+    assert [line["loss"] for line in lines] == pytest.approx([line["loss"] for line in right], rel=1e-9)
 
 
 class OddGPT(models.TinyGPT):
@@ -108,25 +121,65 @@ def test_a_checkpoint_holds_whole_tensors_once(plan, tmp_path):
         return dict(executor.gather("value"))
 
     right = on_ranks(settings, work, ODD["factory"], ODD["rows"])[0]
-    path = tmp_path / "step_1"
-    index = json.loads((path / "index.json").read_text())
-    files = {file.name: load_file(file) for file in path.glob("*.safetensors")}
+    whole, num_files = whole_tensors(tmp_path / "step_1")
     shapes = {name: tuple(tensor.shape) for name, tensor in OddGPT().state_dict().items()}
-    assert {n.removeprefix("model."): tuple(e["shape"]) for n, e in index.items() if n.startswith("model.")} == shapes
+    assert {n.removeprefix("model."): tuple(t.shape) for n, t in whole.items() if n.startswith("model.")} == shapes
     whats = ("exp_avg", "exp_avg_sq", "step")
-    assert {n for n in index if n.startswith("optim.")} == {f"optim.{n}.{what}" for n in shapes for what in whats}
-    for name, entry in index.items():
-        whole = torch.full(entry["shape"], torch.nan, dtype=torch.float64)
+    assert {n for n in whole if n.startswith("optim.")} == {f"optim.{n}.{what}" for n in shapes for what in whats}
+    for name, tensor in right.items():
+        torch.testing.assert_close(whole[f"model.{name}"], tensor, rtol=0, atol=0)
+    assert num_files == settings.num_ranks  # replicas share out the writing
+
+
+def test_moments_change_plans_there_and_back_bit_by_bit(tmp_path):
+    """C42: what one plan saved, read by another and saved again without a step, is the same; so also at the end."""
+
+    def saved(plan, start, folder):
+        settings = config(**ADAM, **PLANS[plan])
+
+        def work(program, executor, groups):
+            trainer = Trainer(settings, program, executor, groups, ODD["rows"])
+            if start is None:
+                trainer.update(0, trainer.gradients(0).norm)
+            else:
+                make_moments(trainer)
+                found = look_at(start)
+                take(trainer, Reader(found.path, found.index), found.state, settings.to_dict())
+            saver = Saver(folder, background=False, keep=2, keep_every=None)
+            saver.save(1, tensors_of(trainer), counters_of(trainer, 1, settings))
+            saver.wait()
+
+        on_ranks(settings, work, ODD["factory"], ODD["rows"])
+        return folder / "step_1"
+
+    path = saved("tp2", None, tmp_path / "0")
+    first = kept(path)
+    assert any(tensor.any() for name, tensor in first.items() if name.endswith("exp_avg_sq"))
+    for number, plan in enumerate(("pp2", "tp2_pp2_dp2_zero1", "tp2"), start=1):
+        path = saved(plan, path, tmp_path / str(number))
+        found = kept(path)
+        assert found.keys() == first.keys(), plan
+        assert [name for name in first if not torch.equal(found[name], first[name])] == [], plan
+
+
+def kept(path):
+    """All but the random streams, which start anew under another plan."""
+    return {name: tensor for name, tensor in whole_tensors(path)[0].items() if name.startswith(("model.", "optim."))}
+
+
+def whole_tensors(path):
+    """The tensors of a checkpoint, each of whose entries was written once, and the number of its files."""
+    files, whole = {file.name: load_file(file) for file in path.glob("*.safetensors")}, {}
+    for name, entry in json.loads((path / "index.json").read_text()).items():
+        whole[name] = torch.full(entry["shape"], torch.nan, dtype=torch.float64)
         written = 0
         for piece in entry["pieces"]:
-            stored = files[piece["file"]]
             key = name if piece["shape"] == entry["shape"] else f"{name}@{','.join(map(str, piece['offset']))}"
-            whole[tuple(slice(o, o + n) for o, n in zip(piece["offset"], piece["shape"], strict=True))] = stored[key]
-            written += stored[key].numel()
-        assert written == whole.numel() and not whole.isnan().any(), name
-        if name.startswith("model."):
-            torch.testing.assert_close(whole, right[name.removeprefix("model.")], rtol=0, atol=0)
-    assert len(files) == settings.num_ranks  # replicas share out the writing
+            stored = files[piece["file"]][key]
+            whole[name][tuple(slice(o, o + n) for o, n in zip(piece["offset"], piece["shape"], strict=True))] = stored
+            written += stored.numel()
+        assert written == whole[name].numel() and not whole[name].isnan().any(), name
+    return whole, len(files)
 
 
 @pytest.mark.parametrize("first_row", [None, 0, 4, 7])

@@ -58,7 +58,8 @@ def test_documents_of_several_sequences_are_read(tmp_path):
     (tmp_path / "a.bin").write_bytes(BIN)
     (tmp_path / "a.idx").write_bytes(index)
     file = IndexedFile(str(tmp_path / "a"))
-    assert file.starts(0, 3).tolist() == [0, 5, 5, 6]
+    assert file.documents_within(0, 3).tolist() == [0, 5, 5, 6]
+    assert file.documents_within(1, 2).tolist() == [5, 5] and file.starts_of(numpy.array([1, 3])).tolist() == [3, 6]
     assert file.tokens.tolist() == [1, 2, 3, 4, 5, 600]
 
 
@@ -66,7 +67,7 @@ def test_documents_of_several_sequences_are_read(tmp_path):
 def test_what_is_written_is_read(tmp_path, dtype):
     documents = [[7] * n for n in (5, 1, 9)]
     file = IndexedFile(written(tmp_path / "a", documents, dtype))
-    assert (file.dtype, file.num_documents, file.lengths.tolist()) == (numpy.dtype(dtype), 3, [5, 1, 9])
+    assert (file.dtype, file.documents.tolist(), file.lengths.tolist()) == (numpy.dtype(dtype), [0, 1, 2, 3], [5, 1, 9])
     assert file.tokens.tolist() == [7] * 15
 
 
@@ -138,6 +139,28 @@ def test_splits_are_megatrons(split, num, ends):
     assert [cut(split, part, num) for part in ("train", "valid", "test")] == list(zip((0, *ends), ends, strict=False))
 
 
+@pytest.mark.parametrize(
+    ("split", "num", "ends"),
+    [("0.7,0.2,0.1", 5, (4, 5, 5)), ("0.833,0.767,0.064", 13, (7, 12, 13)), ("0.770,0.055,0.375", 8, (5, 5, 8))],
+)
+def test_splits_at_a_half_are_megatrons(split, num, ends):
+    """As megatron-core 0.16.1 rounds 3.5, 12.5 and 5.5, which its sums of the ratios miss by the last bit."""
+    assert [cut(split, part, num) for part in ("train", "valid", "test")] == list(zip((0, *ends), ends, strict=False))
+
+
+def test_parts_are_cut_between_sentences(tmp_path):
+    """Documents of four, none and two sequences, in halves as megatron-core 0.16.1's GPTDataset has them: 3 and 3."""
+    (tmp_path / "a.bin").write_bytes(bytes(range(12)))
+    lengths, pointers = struct.pack("<6i", *[2] * 6), struct.pack("<6q", *range(0, 12, 2))
+    head = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 1, 6, 4)
+    (tmp_path / "a.idx").write_bytes(head + lengths + pointers + struct.pack("<4q", 0, 4, 4, 6))
+    prefix = str(tmp_path / "a")
+    train, valid = (IndexedRows(5, prefix, "1,1", part, "attention")[0] for part in ("train", "valid"))
+    assert train["input_ids"].tolist() == [0, 1, 2, 3, 4] and train["labels"].tolist() == [1, 2, 3, 4, 5]
+    assert valid["input_ids"].tolist() == [6, 7, 8, 9, 10] and valid["labels"].tolist() == [7, -100, 9, 10, 11]
+    assert valid["document_ids"].tolist() == [0, 0, 1, 1, 1] and valid["position_ids"].tolist() == [0, 1, 0, 1, 2]
+
+
 @pytest.mark.parametrize("split", ["", "1,x", [0, 0], [1, -1], [1, 1, 1, 1], 5, [float("inf")]])
 def test_what_is_no_split_is_refused(split):
     with pytest.raises(Refused, match=r"data\.split=.* up to three ratios"):
@@ -149,7 +172,7 @@ def test_parts_share_no_document(tmp_path):
     parts = [IndexedRows(3, prefix, "6,2,2", part) for part in ("train", "valid", "test")]
     assert [{t for row in tokens_of(rows) for t in row} for rows in parts] == [{0, 1, 2, 3, 4, 5}, {6, 7}, {8, 9}]
     with pytest.raises(
-        Refused, match=r"data\.split=.*: 0 of the 10 documents of .*/a are for test.*give the part more"
+        Refused, match=r"data\.split=.*: 0 of the 10 sequences of .*/a are for test.*give the part more"
     ):
         IndexedRows(3, prefix, "8,2", "test")
 
@@ -245,7 +268,7 @@ def test_texts_and_lines_become_documents(tmp_path, bpe, capsys):
     assert file.tokens.tolist() == [*b"the cat\n", 256, *b"sat on", 256, *b"hat\nmat", 256]
     assert main([*inputs, *options, "--tokenizer", str(bpe)]) == 0
     file = IndexedFile(str(tmp_path / "out" / "all"))
-    assert file.num_documents == 3 and (file.tokens == 0).sum() == 3 and len(file.tokens) < 24
+    assert len(file.lengths) == 3 and (file.tokens == 0).sum() == 3 and len(file.tokens) < 24
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["all.bin", "all.idx"]
 
 

@@ -230,17 +230,19 @@ def only_run(directory: Path) -> Path:
 @pytest.mark.dist
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "how, word",
+    "how, plan, rank, word",
     [
-        ("raise", "reading row 16 raised ValueError: planted failure on rank 1 at row 16 (models.py:"),
-        ("exit", "ended with exit code 3"),
-        ("kill", "killed by signal 9"),
+        ("raise", "tp2", 1, "reading row 16 raised ValueError: planted failure on rank 1 at row 16 (models.py:"),
+        ("exit", "tp2", 1, "ended with exit code 3"),
+        ("kill", "tp2_pp2", 3, "killed by signal 9"),
     ],
 )
-def test_a_rank_that_fails_while_training(how, word, tmp_path):
-    ran = run_py(tmp_path, *TINY, "+data.rank=1", "+data.after=16", f"+data.how={how}")
+def test_a_rank_that_fails_while_training(how, plan, rank, word, tmp_path):
+    """C26, on the first stage and on the last rank; the time counts from the last step before it that was written."""
+    ran = run_py(tmp_path, *TINY, f"plan={plan}", f"+data.rank={rank}", "+data.after=16", f"+data.how={how}")
     assert ran.returncode == 1
-    assert ran.stderr.count("rank 1 failed") == 1 and word in ran.stderr
+    assert time.time() - (only_run(tmp_path) / "metrics.jsonl").stat().st_mtime < SECONDS_TO_STOP
+    assert ran.stderr.count(f"rank {rank} failed") == 1 and word in ran.stderr
     assert "Traceback" not in ran.stderr
     assert ran.stdout.count("step 2/5") == 1 and "step 3/5" not in ran.stdout
     result = json.loads((only_run(tmp_path) / "result.json").read_text())

@@ -125,6 +125,7 @@ def test_five_steps_are_those_of_transformers_own_model(hf0, tmp_path):
         optimizer.zero_grad()
     ours, ids = opened(tmp_path / "hf2"), fixed_batch(9, vocab=101)[0]
     assert ours.dtype == torch.float64
+    assert ours.transformer.wte.weight.shape[0] == 101 and ours.lm_head.weight is ours.transformer.wte.weight
     assert (ours(ids).logits - plain.eval()(ids).logits).abs().max() < 1e-9
     assert (ours(ids).logits - opened(hf0).double()(ids).logits).abs().max() > 1e-3
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import sys
 import threading
 import time
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
@@ -21,15 +25,16 @@ from meg_compile.checkpoint.storage import SavePlanner, Stager, rank_file
 from meg_compile.errors import MegError
 
 LOOK_SECONDS = 0.02
+NICENESS = 5  # of a thread that writes while training goes on: it gets a third of a core that both want
 PATIENCE_SECONDS = 20  # for what is being written when a run fails; its launcher kills after 30
 
 
 class Saver:
     """Saves of one run into `directory`; all ranks call the same methods in the same order.
 
-    A save takes what is to be written (in the background: a copy on the CPU) and returns. Each rank then writes its
-    file and a note of it; when rank 0 finds the notes of all, the checkpoint counts, and old ones go. What goes wrong
-    is a MegError on every rank, at the next call.
+    A save takes what is to be written (in the background: a copy on the CPU, into the memory of the one before) and
+    returns. Each rank then writes its file and a note of it; when rank 0 finds the notes of all, the checkpoint counts,
+    and old ones go. What goes wrong is a MegError on every rank, at the next call.
     """
 
     def __init__(self, directory: Path, background: bool, keep: int, keep_every: int | None):
@@ -39,6 +44,7 @@ class Saver:
         self.step: int | None = None
         """Of the checkpoint that was begun last."""
         self._thread: threading.Thread | None = None
+        self._copies: dict[str, torch.Tensor] | None = {} if background else None
         self._written, self._given_up, self._problem = threading.Event(), threading.Event(), ""
 
     def save(self, step: int, tensors: Mapping[str, Held], state: Mapping[str, Any]) -> None:
@@ -50,9 +56,11 @@ class Saver:
         self.step, self._problem = step, ""
         self._written.clear()
         self._given_up.clear()
-        stager = Stager(self._part, self.background)
+        stager = Stager(self._part, self._copies)
         try:
-            dcp.save(dict(tensors), storage_writer=stager, planner=SavePlanner(), no_dist=not dist.is_initialized())
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "torch.distributed is disabled")  # said of a single process
+                dcp.save(dict(tensors), storage_writer=stager, planner=SavePlanner(), no_dist=self.world == 1)
         except CheckpointException as failed:
             errors = [error for error, _ in failed.failures.values()]
             raise MegError(self._failed("; ".join(dict.fromkeys(map(_said, errors))))) from errors[0]
@@ -86,6 +94,8 @@ class Saver:
         return self.directory / f"{name_of(self.step or 0)}{PART}"
 
     def _work(self, stager: Stager, state: dict[str, Any]) -> None:
+        if self.background and sys.platform == "linux":  # where a thread has a priority of its own
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
         try:
             self._write(stager, state)
             self._written.set()

@@ -57,12 +57,13 @@ class Stager(StorageWriter):
     """Takes what a rank is to write, and writes nothing yet.
 
     directory  made anew by rank 0 when the plan is made, so that the other ranks hear of it where that fails
-    copies     keep copies on the CPU, which training does not change
+    copies     copies on the CPU, which training does not change, by the names in the file: those of the last save are
+               filled again, since memory that was never touched is several times slower to fill. None: no copies
     staged     afterwards what this rank is to write into its file, by the names there
     index      afterwards on rank 0 the index
     """
 
-    def __init__(self, directory: Path, copies: bool):
+    def __init__(self, directory: Path, copies: dict[str, torch.Tensor] | None):
         self.directory, self.copies = directory, copies
         self.staged: dict[str, torch.Tensor] = {}
         self.index: Index = {}
@@ -88,9 +89,15 @@ class Stager(StorageWriter):
             tensor = planner.resolve_data(item).detach()
             assert item.tensor_data is not None
             name = stored_name(item.index, item.tensor_data.size, item.tensor_data.chunk)
-            self.staged[name] = torch.empty_like(tensor, device="cpu").copy_(tensor) if self.copies else tensor
+            self.staged[name] = tensor if self.copies is None else self._copied(name, tensor, self.copies)
             written.append(WriteResult(item.index, tensor.nbytes, plan.storage_data))
         return _done(written)
+
+    @staticmethod
+    def _copied(name: str, tensor: torch.Tensor, copies: dict[str, torch.Tensor]) -> torch.Tensor:
+        if name not in copies or (copies[name].shape, copies[name].dtype) != (tensor.shape, tensor.dtype):
+            copies[name] = torch.empty_like(tensor, device="cpu", memory_format=torch.contiguous_format)
+        return copies[name].copy_(tensor)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         files = {result.index: result.storage_data for of_rank in results for result in of_rank}

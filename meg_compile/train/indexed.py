@@ -28,7 +28,8 @@ class IndexedRows(Dataset):
     path: PREFIX of a PREFIX.bin and PREFIX.idx, or a blend of several: [0.3, a, 0.7, b], [{path: a, weight: 0.3}, ...],
         or [a, b], weighted by their rows. A blend has as many rows as its datasets together, in an order that keeps to
         the weights, so that an epoch of it holds `epochs[i]` of dataset i: one of which less is left starts again.
-    split, part: the documents of each dataset, cut in order by these ratios into train, valid and test.
+    split, part: the sequences of each dataset, cut in order by these ratios into train, valid and test. A document is
+        one, unless Megatron-LM wrote it in sentences: then two parts may share it, as there.
     documents: where one ends inside a row.
         ignore     nothing; the next one's first token is predicted too.
         labels     its first token is not predicted: that label is -100.
@@ -82,13 +83,13 @@ class _Part:
     """The rows of one file's part."""
 
     def __init__(self, file: IndexedFile, split: Any, part: str, seq_len: int, documents: str):
-        first, end = cut(split, part, file.num_documents)
-        bounds = file.starts(first, end) if documents != "ignore" else file.starts(first, first)
-        start, stop = int(bounds[0]), int(file.starts(end, end)[0])
-        self.tokens, self.bounds = file.tokens[start:stop], bounds - start
+        first, end = cut(split, part, len(file.lengths))
+        start, stop = (int(at) for at in file.starts_of(numpy.array([first, end])))
+        self.tokens = file.tokens[start:stop]
+        self.bounds = file.documents_within(first, end) - start if documents != "ignore" else None
         self.seq_len, self.documents = seq_len, documents
         if len(self) < 1:
-            problem = f"{end - first} of the {file.num_documents} documents of {file.prefix} are for {part}, and their "
+            problem = f"{end - first} of the {len(file.lengths)} sequences of {file.prefix} are for {part}, and their "
             problem += f"{stop - start} tokens make no row of {seq_len} and the label after it"
             raise Refused(Fault("data.split", split, problem, "give the part more, or use more documents"))
 
@@ -99,7 +100,7 @@ class _Part:
         first, size = i * self.seq_len, self.seq_len
         window = torch.from_numpy(self.tokens[first : first + size + 1].astype(numpy.int64))
         row = {"input_ids": window[:-1], "labels": window[1:]}
-        if self.documents == "ignore":
+        if self.bounds is None:
             return row
         begin, end = numpy.searchsorted(self.bounds, [first, first + size], side="right")
         starts = torch.from_numpy(self.bounds[begin:end] - first)  # in 1 to seq_len; twice after an empty document

@@ -61,17 +61,17 @@ class IndexedFile:
         self.tokens = data.view(self.dtype)
         self._pointers = pointers
 
-    @property
-    def num_documents(self) -> int:
-        return len(self.documents) - 1
-
-    def starts(self, first: int, end: int) -> numpy.ndarray:
-        """The token at which each document from `first` to `end` starts; for `num_documents` the number of tokens."""
-        bounds = self.documents[first : end + 1]
-        found = numpy.full(len(bounds), len(self.tokens), numpy.int64)
-        inside = bounds < len(self.lengths)
-        found[inside] = self._pointers[bounds[inside]] // self.dtype.itemsize
+    def starts_of(self, sequences: numpy.ndarray) -> numpy.ndarray:
+        """The token at which each of some sequences starts; the number of tokens for the one after the last."""
+        found = numpy.full(len(sequences), len(self.tokens), numpy.int64)
+        inside = sequences < len(self.lengths)
+        found[inside] = self._pointers[sequences[inside]] // self.dtype.itemsize
         return found
+
+    def documents_within(self, first: int, end: int) -> numpy.ndarray:
+        """The token at which each document starts that starts with a sequence from `first` to `end`, in order."""
+        low = numpy.searchsorted(self.documents, first)
+        return self.starts_of(self.documents[low : numpy.searchsorted(self.documents, end, side="right")])
 
     def _check_sequences(self, pointers: numpy.ndarray) -> int:
         """The number of tokens, after a check that sequences follow one another and documents are made of them."""
