@@ -144,6 +144,7 @@ def test_working_copies_are_of_the_weights_that_were_loaded():
         ({"generate__prompts": []}, "generate.prompts=[]: there is no prompt"),
         ({"generate__prompts": [[]]}, "prompt 1 is empty"),
         ({"generate__prompts": ["def"]}, "generate.tokenizer: prompts are texts, and nothing says"),
+        ({"generate__prompts": ["a"], "init__path": "."}, "generate.tokenizer: prompts are texts, and nothing says"),
         ({"generate__prompts": [1.5]}, "generate.prompts=1.5: is neither a text nor a list of token ids"),
         ({"generate__prompts": [[1, 900]]}, "they hold token 900, and the model has 64"),
         ({"generate__stop": "end"}, "generate.stop=end: no tokenizer is known"),

@@ -51,7 +51,7 @@ def words_of(config: Any) -> Bytes | Learned | None:
     if named is None and config.init.path is not None and os.path.isdir(config.init.path):
         folder = Path(config.init.path)
         named = config.init.path if any((folder / n).is_file() for n in ("tokenizer.json", "merges.txt")) else None
-    if named is None and config.data.target.startswith(f"{OWN}train.data."):
+    elif named is None and config.data.target.startswith(f"{OWN}train.data."):
         named = BYTES
     return None if named is None else Bytes() if named == BYTES else Learned(named)
 
