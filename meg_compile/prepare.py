@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meg_compile.checkpoint.resume import resume_faults
+from meg_compile.checkpoint.resume import restart_faults, resume_faults
 from meg_compile.compiler import compile
 from meg_compile.config import OWN, Config, Here, resolve
 from meg_compile.config.schema import ALONE
@@ -60,6 +60,7 @@ def prepare(
         faults += _block_faults(config, program) + _noise_faults(config, program)
         faults += eject_faults(program) if config.task == "eject" else []
         faults += [] if any(fault.key.startswith("optim.") for fault in faults) else optim_faults(config.optim, program)
+        faults += restart_faults(config, world is not None)
         if config.task == "train":
             faults += resume_faults(config, program)
     except Refused as error:

@@ -68,6 +68,25 @@ def resume_faults(config: Any, program: Program) -> list[Fault]:
     return misfits(config, program, chosen) if chosen else []
 
 
+def restart_faults(config: Any, is_under_torchrun: bool) -> list[Fault]:
+    """What a run that is to be started again would lack to go on from."""
+    count, settings, fix = config.launch.max_restarts, config.checkpoint, "use launch.max_restarts=0"
+    if count == 0:
+        return []
+    if config.task != "train":
+        problem = f"task={config.task} saves nothing to go on from"
+    elif is_under_torchrun:
+        problem, fix = "torchrun starts its processes again by itself", f"use torchrun's --max-restarts={count}"
+    elif settings.dir is None:
+        problem = "there is no checkpoint to go on from"
+        fix = f"add checkpoint.dir=DIR and checkpoint.every=STEPS, or {fix}"
+    elif settings.resume is None:
+        problem, fix = "checkpoint.resume=null starts afresh each time", "use checkpoint.resume=auto"
+    else:
+        return []
+    return [Fault("launch.max_restarts", count, problem, fix)]
+
+
 def misfits(config: Any, program: Program, found: Found) -> list[Fault]:
     """How a checkpoint differs from what this configuration trains."""
     step, problems = found.state["step"], []

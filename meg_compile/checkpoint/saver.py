@@ -21,7 +21,7 @@ from meg_compile.checkpoint.storage import SavePlanner, Stager, rank_file
 from meg_compile.errors import MegError
 
 LOOK_SECONDS = 0.02
-PATIENCE_SECONDS = 20  # for what is being written when a run fails; its launcher kills after 30
+PATIENCE_SECONDS = 10  # for what is being written when a rank fails, and then by its peers; all end within 30
 
 
 class Saver:
