@@ -17,7 +17,6 @@ import time
 import traceback
 from collections import defaultdict
 from collections.abc import Mapping
-from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn
@@ -32,7 +31,7 @@ from meg_compile.runtime.groups import Groups
 
 LOOKS = 20  # in the time of patience
 LONGEST_PAUSE_SECONDS = 5.0
-ANSWER_SECONDS, HOLD_BACK_SECONDS = 5, 2
+LOOK_SECONDS, ANSWER_SECONDS, HOLD_BACK_SECONDS = 0.1, 5, 2
 NEVER = timedelta(days=365)
 TORCH, STANDARD = os.path.dirname(torch.__file__), sysconfig.get_path("stdlib")
 DISTRIBUTED = os.path.join(TORCH, "distributed")
@@ -96,9 +95,9 @@ class Watch:
         store.set(f"place_{self.rank}", place_of(self._main))
         if store.add("speakers", 1) == 1:
             keys = [f"place_{rank}" for rank in range(self.size)]
-            patience = timedelta(seconds=ANSWER_SECONDS + 2 * min(timeout / LOOKS, LONGEST_PAUSE_SECONDS))
-            with suppress(dist.DistStoreError):  # some do not answer
-                store.wait(keys, patience)
+            deadline = time.monotonic() + ANSWER_SECONDS + 2 * min(timeout / LOOKS, LONGEST_PAUSE_SECONDS)
+            while not store.check(keys) and time.monotonic() < deadline:
+                time.sleep(LOOK_SECONDS)
             places = {rank: store.get(key).decode() if store.check([key]) else "" for rank, key in enumerate(keys)}
             blamed, text = verdict(places)
             said = f"no rank has made progress for {timeout:g} s (launch.timeout): {text}"
