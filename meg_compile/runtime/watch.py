@@ -99,10 +99,10 @@ class Watch:
             while not store.check(keys) and time.monotonic() < deadline:
                 time.sleep(LOOK_SECONDS)
             places = {rank: store.get(key).decode() if store.check([key]) else "" for rank, key in enumerate(keys)}
-            blamed, text = verdict(places)
-            said = f"no rank has made progress for {timeout:g} s (launch.timeout): {text}"
-            said += f"\nstacks of all ranks: {self.logs}/rank_N.stack"
-            store.set("verdict", json.dumps([self.rank if blamed is None else blamed, said]))
+            blamed, lines = verdict(places)
+            first = f"no rank has made progress for {timeout:g} s (launch.timeout):"
+            text = "\n".join([first, *lines, f"stacks of all ranks: {self.logs}/rank_N.stack"])
+            store.set("verdict", json.dumps([self.rank if blamed is None else blamed, text]))
         store.wait(["verdict"], timedelta(seconds=6 * ANSWER_SECONDS))
         blamed, said = json.loads(store.get("verdict"))
         if self.rank != blamed:
@@ -136,18 +136,18 @@ def place_of(thread: int | None) -> str:
 WAITS = "-> torch.distributed, "
 
 
-def verdict(places: Mapping[int, str]) -> tuple[int | None, str]:
-    """(the rank to blame, of those that answered; what to say). places: by rank, "" for one that did not answer.
+def verdict(places: Mapping[int, str]) -> tuple[int | None, list[str]]:
+    """(the rank to blame, None for one that did not answer; lines that say where ranks are).
 
-    Ranks that did not answer come first, then those that do not wait in torch.distributed.
+    places: by rank, "" for one that did not answer. Those come first, then ranks that do not wait in torch.distributed.
     """
     ranks: dict[str, list[int]] = defaultdict(list)
     for rank, place in places.items():
         ranks[place].append(rank)
     order = sorted(ranks, key=lambda place: (place != "", WAITS in place, ranks[place]))
-    lines = [f"{_named(ranks[place])}: {place or 'does not answer'}" for place in order[:MOST_PLACES]]
-    more = [f"and {len(order) - MOST_PLACES} other places"] if len(order) > MOST_PLACES else []
-    return (min(ranks[order[0]]) if order[0] else None), "\n  ".join(["", *lines, *more])
+    lines = [f"  {_named(ranks[place])}: {place or 'does not answer'}" for place in order[:MOST_PLACES]]
+    more = [f"  and {len(order) - MOST_PLACES} other places"] if len(order) > MOST_PLACES else []
+    return (min(ranks[order[0]]) if order[0] else None), [*lines, *more]
 
 
 def _named(ranks: list[int]) -> str:

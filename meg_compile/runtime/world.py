@@ -65,11 +65,11 @@ def join() -> World:
     """Meets the other processes, by what torchrun (or `launch`) left in the environment."""
     store, rank, size = next(iter(dist.rendezvous("env://", timeout=PATIENCE_TO_MEET)))
     local_rank = int(os.environ["LOCAL_RANK"])
-    store = dist.PrefixStore(_attempt(store, rank, size), store)
+    store = dist.PrefixStore(attempt_name(store, rank, size), store)
     return World(rank, size, local_rank, int(os.environ.get("LOCAL_WORLD_SIZE") or size), store)
 
 
-def _attempt(store: dist.Store, rank: int, size: int) -> str:
+def attempt_name(store: dist.Store, rank: int, size: int) -> str:
     """A name that the processes of this attempt have in common, and those of none before.
 
     torchrun keeps the store when it starts processes again, with all that is in it, and counts attempts on each machine
