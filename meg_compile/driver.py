@@ -134,12 +134,15 @@ def run_workers(config: Config, run_dir: Path) -> dict[str, Any]:
     warning = config.checkpoint.signal if saves else None
     threads, restarts = config.launch.threads, config.launch.max_restarts
     start = partial(launch, "meg_compile.driver:worker", nproc, run_dir, device, threads, saves=saves, warning=warning)
+    metrics = run_dir / "metrics.jsonl"
     for attempt in range(restarts + 1):
+        before = metrics.stat().st_mtime_ns if metrics.exists() else None
         try:
             start(again=attempt > 0)
             break
         except RankFailed as failed:
-            if failed.comes_again or attempt == restarts:
+            trained = metrics.exists() and metrics.stat().st_mtime_ns != before
+            if attempt == restarts or (failed.comes_again and not trained):
                 raise
             print(f"{failed}\nrestart {attempt + 1} of {restarts}", file=sys.stderr, flush=True)
             if config.checkpoint.dir is not None and steps_in(Path(config.checkpoint.dir)):

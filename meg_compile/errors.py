@@ -77,7 +77,8 @@ class Hung(MegError):
 
 
 class RankFailed(MegError):
-    """A worker failed: `rank` is its global rank, `text` its traceback. comes_again: whether it would once more."""
+    """A worker failed: `rank` is its global rank, `text` its traceback. comes_again: whether it would once
+    more, if no step was taken before."""
 
     def __init__(self, rank: int, text: str, comes_again: bool = False):
         super().__init__(rank, text, comes_again)

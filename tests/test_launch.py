@@ -111,7 +111,7 @@ def test_the_first_failure_is_raised_once_and_all_stop(how, rank, words, tmp_pat
         launch("test_launch:fail", 3, tmp_path, "cpu")
     assert time.monotonic() - started < 2 * SECONDS_TO_STOP
     assert_all_gone(tmp_path)
-    assert raised.value.rank == rank
+    assert raised.value.rank == rank and raised.value.comes_again == (how == "refuse")
     assert all(word in raised.value.text for word in words)
     assert "Traceback" not in "".join(capfd.readouterr())
     assert how in ("raise", "kill", "exit") or "Traceback" not in raised.value.text

@@ -25,7 +25,7 @@ LOST_PEER = re.compile(
 OURS = re.compile(r"\A(?:.*\n)?meg_compile\.errors\.(\w+): (.*)\Z", re.DOTALL)
 """The end of a traceback of an error that we raised on purpose, which needs no traceback."""
 COMES_AGAIN = ("Refused", "CaptureError", "NotEqual")
-"""Errors of ours that end every attempt alike, before the first step."""
+"""Errors of ours that end every attempt alike, where they come before the first step."""
 LOG_LINES = 15
 
 
