@@ -164,7 +164,7 @@ class VerifyConfig:
 
 @dataclass
 class LaunchConfig:
-    """The processes of a local run."""
+    """The processes: those of a local run, and how long any run may wait."""
 
     nproc: int | None
     """Processes to start; null for as many as the plan needs."""
