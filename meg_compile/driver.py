@@ -36,7 +36,7 @@ from meg_compile.program import Program
 from meg_compile.runtime.executor import Executor
 from meg_compile.runtime.groups import Groups, init_groups
 from meg_compile.runtime.launch import launch
-from meg_compile.runtime.watch import Watch, without_limit
+from meg_compile.runtime.watch import Watch
 from meg_compile.runtime.world import World, device_type, join
 from meg_compile.train.evaluate import Validation, validation_programs
 from meg_compile.train.loop import train
@@ -187,7 +187,6 @@ def work(config: Config, run_dir: Path, world: World) -> dict[str, Any]:
     with Watch(world.store, world.rank, world.size, config.launch.timeout, run_dir):
         world.init_process_group(device)
         groups = init_groups(config.plan.plan().mesh, kind)
-        without_limit(groups)
         result = do_task(config, run_dir, groups, device)
         if world.rank == 0:
             write_json(run_dir / "result.json", result)

@@ -23,16 +23,13 @@ from typing import NoReturn
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from meg_compile.errors import Hung
-from meg_compile.runtime.groups import Groups
 
 LOOKS = 20  # in the time of patience
 LONGEST_PAUSE_SECONDS = 5.0
 LOOK_SECONDS, ANSWER_SECONDS, HOLD_BACK_SECONDS = 0.1, 5, 2
-NEVER = timedelta(days=365)
 TORCH, STANDARD = os.path.dirname(torch.__file__), sysconfig.get_path("stdlib")
 DISTRIBUTED = os.path.join(TORCH, "distributed")
 MOST_PLACES = 8
@@ -160,10 +157,3 @@ def _named(ranks: list[int]) -> str:
         else:
             spans.append([rank, rank])
     return "ranks " + ", ".join(f"{first}" if first == last else f"{first}-{last}" for first, last in spans)
-
-
-def without_limit(groups: Groups) -> None:
-    """Let no process group of this rank end a collective by itself."""
-    found = (groups.tp, groups.cp, groups.dp, groups.pp, groups.tp_pp, groups.dp_cp)
-    for group in {dist.group.WORLD, *found} - {None}:
-        _set_pg_timeout(NEVER, group)

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from meg_compile.errors import Exited, MegError
@@ -25,6 +26,7 @@ LATE_SECONDS, LOOK_SECONDS = 5, 0.02
 TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 PATIENCE_TO_MEET = timedelta(minutes=5)
 PATIENCE_TO_HEAR = timedelta(hours=1)
+NO_LIMIT = timedelta(days=20)  # whose milliseconds fit into 31 bits
 RUN_KEY = "meg_compile/run"
 
 
@@ -52,6 +54,8 @@ class World:
         backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
         if device.type == "cuda":
             torch.cuda.set_device(device)
+        # Of this group and of all that are made later; `Watch` ends what hangs.
+        c10d.default_pg_timeout = c10d.default_pg_nccl_timeout = NO_LIMIT
         store = dist.PrefixStore("meg_compile/groups", self.store)
         dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.size)
 
