@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import sys
@@ -44,9 +45,10 @@ def main(argv: list[str] | None = None) -> int:
 
 def compose_and_run(argv: list[str], directory: Path, world: World | None) -> int:
     """Lets Hydra compose the job, or with -m the jobs, and runs each. Returns the exit code."""
-    swept, sweep_dirs = compose.swept_keys(argv), set()
+    swept = compose.swept_keys(argv)
     jobs: list[sweep.Job] = []
     ours: list[Exception] = []
+    here = os.getpid()
 
     @hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")
     def job(cfg: DictConfig) -> None:
@@ -62,22 +64,29 @@ def compose_and_run(argv: list[str], directory: Path, world: World | None) -> in
         varied = [setting for setting in settings if setting.split("=")[0] in swept]
         plain, faults = compose.composed(cfg)
         if context.mode == RunMode.MULTIRUN:
-            sweep_dirs.add(directory / context.sweep.dir)
             print(f"\njob {context.job.num}: {' '.join(varied)}", flush=True)
             if world is not None:
                 problem = "every job of a sweep starts its own processes"
                 faults.append(Fault("--multirun", None, problem, "run the sweep without torchrun"))
+            if (tasks := compose.num_tasks()) > 1:
+                problem = f"it would run the whole job in {tasks} tasks, and every job starts its own processes"
+                fix = "use hydra.launcher.nodes=1 hydra.launcher.tasks_per_node=1, or torchrun for many machines"
+                faults.append(Fault("hydra.launcher", None, problem, fix))
         run_dir = Path(context.runtime.output_dir)
         plan = plain.get("plan")
         result = {"status": "stopped"}
         try:
             result = driver.run(plain, faults, run_dir, directory, world)
+        except KeyboardInterrupt:
+            if os.getpid() == here:
+                raise  # in a process of its own a job that is stopped ends as any other
         finally:
             jobs.append(sweep.Job(settings, varied, run_dir, plan if isinstance(plan, dict) else {}, result))
         if result["status"] == "refused" and context.mode != RunMode.MULTIRUN:
             _remove(run_dir)
 
     compose.register_resolvers()
+    compose.Sweeps.directories.clear()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # so that Hydra raises what it refuses
     before, sys.argv = sys.argv, [sys.argv[0], *compose.rewrite(argv, CONF)]
     try:
@@ -85,6 +94,9 @@ def compose_and_run(argv: list[str], directory: Path, world: World | None) -> in
     except Exception as error:
         if error in ours:
             raise
+        if jobs_elsewhere(swept):
+            print(f"the launcher of the jobs failed: {error}", file=sys.stderr)
+            return 1
         faults = compose.unnamed_presets(argv, CONF) or [compose.composition_fault(error)]
         print(Refused(faults), file=sys.stderr)
         return driver.EXIT_CODES["refused"]
@@ -94,10 +106,22 @@ def compose_and_run(argv: list[str], directory: Path, world: World | None) -> in
         sys.argv = before
         if world is not None and not jobs:
             world.publish(None)  # nothing to do, so that the other ranks do not wait for it
-        for sweep_dir in sweep_dirs if jobs else ():
-            sweep.report(jobs, sweep_dir)
+        jobs = jobs or jobs_elsewhere(swept)
+        for sweep_dir in compose.Sweeps.directories if jobs else ():
+            sweep.report(jobs, directory / sweep_dir)
     codes = {driver.EXIT_CODES[one.result["status"]] for one in jobs}
     return 1 if 1 in codes else max(codes, default=0)
+
+
+def jobs_elsewhere(swept: set[str]) -> list[sweep.Job]:
+    """The jobs of a sweep whose launcher ran them in other processes, as they left them on disk."""
+    found = []
+    for one in (job for sweep_dir in compose.Sweeps.directories for job in compose.jobs_in(sweep_dir)):
+        varied = [setting for setting in one.settings if setting.split("=")[0] in swept]
+        path = one.run_dir / "result.json"
+        result = json.loads(path.read_text()) if path.exists() else {"status": "failed", "error": "it left no result"}
+        found.append(sweep.Job(one.settings, varied, one.run_dir, one.plain.get("plan") or {}, result))
+    return found
 
 
 def _remove(run_dir: Path) -> None:

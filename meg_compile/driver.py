@@ -13,15 +13,17 @@ import sys
 import traceback
 from collections.abc import Mapping
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from meg_compile.checkpoint.folder import steps_in
 from meg_compile.checkpoint.resume import is_named, load_weights
 from meg_compile.config import Config, from_dict, load, save
-from meg_compile.errors import Exited, Fault, MegError, Refused
+from meg_compile.errors import Exited, Fault, MegError, NotEqual, RankFailed, Refused
 from meg_compile.generate import decoding_plan, generate, texts_of
 from meg_compile.prepare import (
     build_dataset,
@@ -38,6 +40,7 @@ from meg_compile.runtime.decoder import Decoder
 from meg_compile.runtime.executor import Executor
 from meg_compile.runtime.groups import Groups, init_groups
 from meg_compile.runtime.launch import launch
+from meg_compile.runtime.watch import Watch
 from meg_compile.runtime.world import World, device_type, join
 from meg_compile.train.evaluate import Validation, validation_programs
 from meg_compile.train.loop import train
@@ -126,7 +129,8 @@ def eject_program(config: Config, program: Program, run_dir: Path) -> dict[str, 
 
 
 def run_workers(config: Config, run_dir: Path) -> dict[str, Any]:
-    """Starts the workers, waits for them and returns what rank 0 wrote.
+    """Starts the workers, waits for them and returns what rank 0 wrote; when one fails, again, up to
+    `launch.max_restarts` times.
 
     RankFailed if one of them failed. KeyboardInterrupt with the signal by which they were stopped.
     """
@@ -134,8 +138,22 @@ def run_workers(config: Config, run_dir: Path) -> dict[str, Any]:
     device = device_type(config.launch.device, nproc)
     saves = config.task == "train" and config.checkpoint.dir is not None
     warning = config.checkpoint.signal if saves else None
-    threads = config.launch.threads
-    launch("meg_compile.driver:worker", nproc, run_dir, device, threads, saves=saves, warning=warning)
+    threads, restarts = config.launch.threads, config.launch.max_restarts
+    start = partial(launch, "meg_compile.driver:worker", nproc, run_dir, device, threads, saves=saves, warning=warning)
+    metrics = run_dir / "metrics.jsonl"
+    for attempt in range(restarts + 1):
+        before = metrics.stat().st_mtime_ns if metrics.exists() else None
+        try:
+            start(again=attempt > 0)
+            break
+        except RankFailed as failed:
+            trained = metrics.exists() and metrics.stat().st_mtime_ns != before
+            if attempt == restarts or (failed.comes_again and not trained):
+                raise
+            print(f"{failed}\nrestart {attempt + 1} of {restarts}", file=sys.stderr, flush=True)
+            if config.checkpoint.dir is not None and steps_in(Path(config.checkpoint.dir)):
+                config.checkpoint.resume = "auto"  # where one was named, it was that of the first attempt
+                save(config, run_dir / "config.yaml")
     result = json.loads((run_dir / "result.json").read_text())
     if "error" in result:  # every process ended with 0, as by os._exit(0)
         raise MegError(f"the processes ended before the run was done; see {run_dir / 'logs'}")
@@ -172,26 +190,31 @@ def work(config: Config, run_dir: Path, world: World) -> dict[str, Any]:
         torch.set_num_threads(config.launch.threads)
     kind = device_type(config.launch.device, world.local_size)
     device = torch.device(kind, world.local_rank) if kind == "cuda" else torch.device(kind)
-    world.init_process_group(device)
     plan = decoding_plan(config) if config.task == "generate" else config.plan.plan()
-    groups = init_groups(plan.mesh, kind)
-    if config.task == "generate":
-        result = write_texts(config, groups, device, run_dir)
-    elif config.task == "verify":
-        dataset = build_dataset(config)
-        report, *_ = compare(config, groups, device, dataset, steps=config.verify.steps, update=True)
-        result = {"task": "verify", "plan": config.to_dict()["plan"]} | report.to_dict()
+    with Watch(world.store, world.rank, world.size, config.launch.timeout, run_dir):
+        world.init_process_group(device)
+        groups = init_groups(plan.mesh, kind)
+        result = do_task(config, run_dir, groups, device)
         if world.rank == 0:
-            report.show()
-    else:
-        dataset = build_dataset(config)
-        program, executor = loaded_program(config, groups, device, dataset)
-        validation = validation_of(config, program, executor, groups)
-        result = train(config, program, executor, groups, dataset, run_dir, validation)
-    if world.rank == 0:
-        write_json(run_dir / "result.json", result)
+            write_json(run_dir / "result.json", result)
     dist.destroy_process_group()
     return result
+
+
+def do_task(config: Config, run_dir: Path, groups: Groups, device: torch.device) -> dict[str, Any]:
+    """The figures of a task that ranks work on."""
+    if config.task == "generate":
+        return write_texts(config, groups, device, run_dir)
+    dataset = build_dataset(config)
+    if config.task == "verify":
+        report, *_ = compare(config, groups, device, dataset, steps=config.verify.steps, update=True)
+        result = {"task": "verify", "plan": config.to_dict()["plan"]} | report.to_dict()
+        if groups.rank == 0:
+            report.show()
+        return result
+    program, executor = loaded_program(config, groups, device, dataset)
+    validation = validation_of(config, program, executor, groups)
+    return train(config, program, executor, groups, dataset, run_dir, validation)
 
 
 def write_texts(config: Config, groups: Groups, device: torch.device, run_dir: Path) -> dict[str, Any]:
@@ -211,7 +234,7 @@ def write_texts(config: Config, groups: Groups, device: torch.device, run_dir: P
 def loaded_program(config: Config, groups: Groups, device: torch.device, dataset: Any) -> tuple[Program, Executor]:
     """The program to train, with its starting weights; after one step against the plain model, if `train.check`.
 
-    MegError where that step differs. With dropout=fast the check runs without it; a model that has any is compiled
+    NotEqual where that step differs. With dropout=fast the check runs without it; a model that has any is compiled
     again after it.
     """
     if config.train.check:
@@ -223,7 +246,7 @@ def loaded_program(config: Config, groups: Groups, device: torch.device, dataset
         if not report.ok:
             if groups.rank == 0:
                 report.show()
-            raise MegError("the compiled program does not compute what the plain model computes; nothing was trained")
+            raise NotEqual("the compiled program does not compute what the plain model computes; nothing was trained")
         if is_same:
             executor.seed(config.train.seed)
             return program, executor

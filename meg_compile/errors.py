@@ -3,6 +3,8 @@
     MegError
     ├── Refused          the user's configuration, model or data cannot work: exit code 2
     │   └── CaptureError     the model cannot be captured as a graph
+    ├── NotEqual         the compiled program is not the plain model: exit code 1
+    ├── Hung             no rank got on any more: exit code 1
     ├── RankFailed       a worker process failed while it ran: exit code 1
     └── Exited           the user's code ended the process: exit code 1
 
@@ -66,12 +68,21 @@ class CaptureError(Refused):
     heading = "This model cannot be captured"
 
 
-class RankFailed(MegError):
-    """A worker failed: `rank` is its global rank, `text` its traceback."""
+class NotEqual(MegError):
+    """The compiled program does not compute what the plain model computes."""
 
-    def __init__(self, rank: int, text: str):
-        super().__init__(rank, text)
-        self.rank, self.text = rank, text
+
+class Hung(MegError):
+    """No rank made progress for too long."""
+
+
+class RankFailed(MegError):
+    """A worker failed: `rank` is its global rank, `text` its traceback. comes_again: whether it would once
+    more, if no step was taken before."""
+
+    def __init__(self, rank: int, text: str, comes_again: bool = False):
+        super().__init__(rank, text, comes_again)
+        self.rank, self.text, self.comes_again = rank, text, comes_again
 
     def __str__(self) -> str:
         return f"rank {self.rank} failed:\n{self.text}"

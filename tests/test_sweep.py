@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from test_launch import TINY, run_py
 
 import run
 from meg_compile import driver
@@ -122,3 +123,20 @@ def test_jobs_have_ranks_and_directories_of_their_own(tmp_path, monkeypatch, cap
     results = [json.loads((sweep_dir / str(job) / "result.json").read_text()) for job in range(4)]
     assert [len(result.get("num_parameters_per_rank", [])) for result in results] == [2, 0, 1, 0]
     assert "4 jobs in" in out
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_jobs_that_a_launcher_runs_elsewhere_are_in_the_table(tmp_path):
+    pytest.importorskip("hydra_plugins.hydra_submitit_launcher", exc_type=ImportError)
+    settings = "plan=tp2,single train.global_batch_size=8,7 train.steps=2"
+    sweep = ["-m", "hydra/launcher=submitit_local", *TINY, "data._target_=models.FixedRows"]
+    ran = run_py(tmp_path, *sweep, *settings.split())
+    assert ran.returncode == 2, ran.stderr
+    (sweep_dir,) = (tmp_path / "runs").iterdir()
+    rows = json.loads((sweep_dir / "sweep.json").read_text())
+    assert [row["status"] for row in rows] == ["ok", "refused"] * 2
+    assert [rows[0]["loss"], rows[2]["loss"]] == pytest.approx([9.7424968977] * 2, rel=1e-9)
+    assert "4 jobs in" in ran.stdout
+    ran = run_py(tmp_path, *sweep, "hydra.launcher.tasks_per_node=2", "hydra.sweep.dir=two")
+    assert ran.returncode == 2 and "in 2 tasks" in (tmp_path / "two" / "sweep.csv").read_text()

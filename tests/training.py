@@ -61,7 +61,7 @@ def config(**changes: Any) -> Config:
         "eval": {"every": None, "batches": None, "data": None},
         "log": {"every": 2, "timers": None, "peak_tflops": None, "wandb": None},
         "verify": {"steps": 3, "tolerance": None},
-        "launch": {"nproc": None, "device": "cpu", "threads": 1},
+        "launch": {"nproc": None, "device": "cpu", "threads": 1, "timeout": None, "max_restarts": 0},
         "init": {"path": None},
         "checkpoint": {"dir": None, "every": None, "keep": 2, "keep_every": None, "resume": "auto"}
         | {"background": True, "signal": None},

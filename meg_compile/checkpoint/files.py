@@ -19,6 +19,7 @@ from typing import Any, BinaryIO
 import torch
 
 from meg_compile.errors import MegError
+from meg_compile.runtime.watch import progress
 
 DTYPES = {
     "F64": torch.float64,
@@ -33,7 +34,7 @@ DTYPES = {
     "BOOL": torch.bool,
 }
 CODES = {dtype: code for code, dtype in DTYPES.items()}
-BLOCK = 2**22  # bytes read at once
+BLOCK = 2**22  # bytes read or written at once
 
 
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
@@ -65,9 +66,12 @@ def write_bytes(path: Path, parts: Any) -> dict[str, Any]:
     digest, size = hashlib.blake2b(digest_size=16), 0
     with path.open("wb") as file:
         for part in parts:
-            file.write(part)
-            digest.update(part)
-            size += len(part)
+            for start in range(0, len(part), BLOCK):
+                block = part[start : start + BLOCK]
+                file.write(block)
+                digest.update(block)
+                size += len(block)
+                progress()
         file.flush()
         os.fsync(file.fileno())
     return {"bytes": size, "blake2b": digest.hexdigest()}
@@ -80,6 +84,7 @@ def facts(path: Path) -> dict[str, Any]:
         while block := file.read(BLOCK):
             digest.update(block)
             size += len(block)
+            progress()
     return {"bytes": size, "blake2b": digest.hexdigest()}
 
 
@@ -132,6 +137,7 @@ class TensorFile:
             rows.copy_(block[(slice(None), *inner)])
 
     def _fill(self, tensor: torch.Tensor, name: str) -> None:
+        progress()
         memory = _memory(tensor)
         if self.file.readinto(memory) != len(memory):  # type: ignore[attr-defined]
             raise MegError(f"{self.path}: {name} ends too early")

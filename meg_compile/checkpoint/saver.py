@@ -26,7 +26,7 @@ from meg_compile.errors import MegError
 
 LOOK_SECONDS = 0.02
 NICENESS = 5  # of a thread that writes while training goes on: it gets a third of a core that both want
-PATIENCE_SECONDS = 20  # for what is being written when a run fails; its launcher kills after 30
+PATIENCE_SECONDS = 10  # for what is being written when a rank fails, and then by its peers; all end within 30
 
 
 class Saver:

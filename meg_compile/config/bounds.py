@@ -34,6 +34,8 @@ BOUNDS: dict[str, tuple[float, bool, str]] = {
     "verify.tolerance": (0, False, "a relative error"),
     "launch.nproc": (1, True, "a count of processes"),
     "launch.threads": (1, True, "a count of threads"),
+    "launch.timeout": (0, False, "a time in seconds"),
+    "launch.max_restarts": (0, True, "a count"),
     "export.max_shard_gb": (0, False, "a size in gigabytes"),
     "checkpoint.every": (1, True, "a count of steps"),
     "checkpoint.keep": (1, True, "a count of checkpoints"),
@@ -58,6 +60,7 @@ EXAMPLES = {
     "optim.eps": "1e-08",
     "verify.tolerance": "1e-09",
     "export.max_shard_gb": "5",
+    "launch.timeout": "600",
 }
 
 

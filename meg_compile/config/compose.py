@@ -7,18 +7,20 @@ composes, `key=value` becomes `++key=value`, which it never refuses, and what wa
 
 from __future__ import annotations
 
+import math
 import re
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 from hydra._internal.utils import get_args_parser
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, OverrideParseException
+from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError, MissingMandatoryValue, OmegaConfBaseException
@@ -38,6 +40,41 @@ def register_resolvers() -> None:
 
 def _new_run() -> str:
     return f"{datetime.now():%Y-%m-%d_%H-%M-%S}_{secrets.token_hex(3)}"
+
+
+class Sweeps(Callback):
+    """Where the sweeps that this process started have their jobs, which may run in other processes."""
+
+    directories: ClassVar[list[Path]] = []
+
+    def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
+        self.directories.append(Path(config.hydra.sweep.dir))
+
+
+class Job(NamedTuple):
+    """A job as Hydra left it on disk: what was typed for it, and what was composed."""
+
+    run_dir: Path
+    settings: list[str]
+    plain: dict[str, Any]
+
+
+def jobs_in(sweep_dir: Path) -> list[Job]:
+    """The jobs of the sweep that was started last in a directory, in order."""
+    mark, found = sweep_dir / "multirun.yaml", {}
+    started = mark.stat().st_mtime if mark.exists() else math.inf
+    for typed in sweep_dir.rglob(".hydra/overrides.yaml"):
+        if typed.stat().st_mtime >= started:
+            num = load_plain(typed.with_name("hydra.yaml"))["hydra"]["job"]["num"]
+            settings = [setting.lstrip("+") for setting in _as_typed(OmegaConf.load(typed))]
+            found[num] = Job(typed.parents[1], settings, load_plain(typed.with_name("config.yaml")))
+    return [found[num] for num in sorted(found)]
+
+
+def num_tasks() -> int:
+    """How many processes the launcher of the current Hydra job runs it in, each of them the whole of it."""
+    launcher = HydraConfig.get().launcher
+    return (launcher.get("nodes") or 1) * (launcher.get("tasks_per_node") or 1)
 
 
 def unnamed_presets(argv: Sequence[str], conf: Path) -> list[Fault]:

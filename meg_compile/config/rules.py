@@ -285,6 +285,25 @@ def _checkpoint(v: Mapping[str, Any], here: Here) -> list[Fault]:
     return faults
 
 
+def _restarts(v: Mapping[str, Any], here: Here) -> list[Fault]:
+    """What a run that is to be started again would lack to go on from."""
+    count, fix = v["launch.max_restarts"], "use launch.max_restarts=0"
+    if count == 0:
+        return []
+    if v["task"] != "train":
+        problem = f"task={v['task']} saves nothing to go on from"
+    elif here.world_size is not None:
+        problem, fix = "torchrun starts its processes again by itself", f"use torchrun's --max-restarts={count}"
+    elif v["checkpoint.dir"] is None:
+        problem = "there is no checkpoint to go on from"
+        fix = f"add checkpoint.dir=DIR and checkpoint.every=STEPS, or {fix}"
+    elif v["checkpoint.resume"] is None:
+        problem, fix = "checkpoint.resume=null starts afresh each time", "use checkpoint.resume=auto"
+    else:
+        return []
+    return [Fault("launch.max_restarts", count, problem, fix)]
+
+
 def _generate(v: Mapping[str, Any], here: Here) -> list[Fault]:
     if v["task"] != "generate":
         return []
@@ -330,5 +349,6 @@ RULES: tuple[Callable[[Mapping[str, Any], Here], list[Fault]], ...] = (
     _export,
     _checkpoint,
     _generate,
+    _restarts,
     _wandb,
 )

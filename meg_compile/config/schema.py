@@ -166,7 +166,7 @@ class VerifyConfig:
 
 @dataclass
 class LaunchConfig:
-    """The processes of a local run."""
+    """The processes: those of a local run, and how long any run may wait."""
 
     nproc: int | None
     """Processes to start; null for as many as the plan needs."""
@@ -174,6 +174,11 @@ class LaunchConfig:
     """Where to compute; auto is cuda where every local rank has a GPU of its own, else cpu."""
     threads: int | None
     """CPU threads per process; null shares the cores out evenly."""
+    timeout: float | None
+    """Seconds in which no rank makes any progress, after which the run ends with every rank's stack, under torchrun
+    too; null for never."""
+    max_restarts: int
+    """How often a run that fails is started again, from the latest good checkpoint in `checkpoint.dir`."""
 
 
 @dataclass

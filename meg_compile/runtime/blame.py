@@ -15,17 +15,21 @@ from typing import Any
 
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from meg_compile.errors import RankFailed
+
 LOST_PEER = re.compile(
     r"connection (was )?(closed|reset|refused)|broken pipe|socket (closed|timeout)|recv.*failed|NCCL.*remote"
     r"|connectFullMesh|Timed out waiting|timed out after|failed to recv",
     re.IGNORECASE,
 )
-OURS = re.compile(r"\A(?:.*\n)?meg_compile\.errors\.\w+: (.*)\Z", re.DOTALL)
+OURS = re.compile(r"\A(?:.*\n)?meg_compile\.errors\.(\w+): (.*)\Z", re.DOTALL)
 """The end of a traceback of an error that we raised on purpose, which needs no traceback."""
+COMES_AGAIN = ("Refused", "CaptureError", "NotEqual")
+"""Errors of ours that end every attempt alike, where they come before the first step."""
 LOG_LINES = 15
 
 
-def first_failure(failures: Mapping[int, ProcessFailure], log_dir: Path) -> tuple[int, str]:
+def first_failure(failures: Mapping[int, ProcessFailure], log_dir: Path) -> RankFailed:
     """The rank that failed first, and its traceback, or how it ended and the end of its log.
 
     Of a `MegError` only what it says.
@@ -35,7 +39,10 @@ def first_failure(failures: Mapping[int, ProcessFailure], log_dir: Path) -> tupl
     """
     rank = min(failures, key=lambda r: _order(failures[r]))
     failure = failures[rank]
-    return rank, _traceback(failure) or _ending(rank, failure, log_dir)
+    text = _traceback(failure)
+    said = OURS.search(text or "")
+    comes_again = said is not None and said[1] in COMES_AGAIN
+    return RankFailed(rank, said[2].strip() if said else text or _ending(rank, failure, log_dir), comes_again)
 
 
 def _order(failure: ProcessFailure) -> tuple[int, float]:
@@ -51,9 +58,7 @@ def _traceback(failure: ProcessFailure) -> str | None:
     message: Any = failure.message
     if not isinstance(message, dict):
         return None
-    text = message.get("extraInfo", {}).get("py_callstack") or message.get("message")
-    said = OURS.search(text or "")
-    return said[1].strip() if said else text
+    return message.get("extraInfo", {}).get("py_callstack") or message.get("message")
 
 
 def _ending(rank: int, failure: ProcessFailure, log_dir: Path) -> str:

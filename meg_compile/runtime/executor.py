@@ -22,6 +22,7 @@ from meg_compile.runtime.groups import Groups
 from meg_compile.runtime.precision import COPY
 from meg_compile.runtime.schedule import Batch, Run, one_stage, pipeline
 from meg_compile.runtime.stage import StageModule, bind
+from meg_compile.runtime.watch import progress
 from meg_compile.runtime.zero import Shards, row_span
 
 META = torch.device("meta")
@@ -109,6 +110,7 @@ class Executor:
             for name, shard in source.replay(wanted, seed):
                 self.tensors[name].copy_(shard)
                 missing.discard(name)
+                progress()
             for name in missing & self.program.captured.buffers:
                 constant = self.program.captured.tensors[name]
                 self.tensors[name].copy_(self.specs[name].slice(source.value(constant), tp_rank))
@@ -204,6 +206,7 @@ class Executor:
         A collective: all ranks iterate to the end.
         """
         for name, spec in self.program.params.items():
+            progress()
             if kind == "value" or spec.trainable:
                 yield name, self._assemble(spec, kind)
 

@@ -28,7 +28,6 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from meg_compile.errors import RankFailed
 from meg_compile.runtime.blame import first_failure
 
 SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP")
@@ -47,6 +46,7 @@ def launch(
     *,
     saves: bool = False,
     warning: str | None = None,
+    again: bool = False,
 ) -> None:
     """Runs `entry` on `nproc` processes and waits for them.
 
@@ -55,15 +55,19 @@ def launch(
     threads  CPU threads per process; None shares the cores out evenly
     saves    they save before they end when they are told to stop, and are given the time for it
     warning  the name of another signal that tells them to stop
+    again    the logs of an attempt before this one stay
 
     RankFailed: a process failed; all of them have ended by then. KeyboardInterrupt: we were told to stop, by the
     signal in its argument; all of them have ended too.
     """
-    (run_dir / "logs").mkdir(parents=True, exist_ok=True)
+    logs = run_dir / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    for old in () if again else logs.iterdir():
+        old.unlink()
     with (
         tempfile.TemporaryDirectory(prefix="meg_compile_") as scratch,
         _environment(_worker_env(nproc, device, threads, SAVE_SECONDS if saves else STOP_SECONDS)),
-        _agent_log(run_dir / "logs" / "launcher.log"),
+        _agent_log(logs / "launcher.log"),
         _own_signal_handlers([*SIGNALS, warning] if warning else SIGNALS) as handled,
     ):
         config = LaunchConfig(
@@ -81,8 +85,7 @@ def launch(
         try:
             elastic_launch(config, sys.executable)("-m", "meg_compile.runtime.worker", entry, str(run_dir))
         except ChildFailedError as error:
-            rank, text = first_failure(error.failures, run_dir / "logs")
-            raise RankFailed(rank, text) from None
+            raise first_failure(error.failures, logs) from None
         except SignalException as error:
             raise KeyboardInterrupt(int(error.sigval)) from None
 
@@ -168,7 +171,7 @@ def _environment(values: dict[str, str]) -> Iterator[None]:
 @contextmanager
 def _agent_log(path: Path) -> Iterator[None]:
     """What the elastic agent says goes to a file: its summary of a failure holds nothing that we do not say."""
-    logger, handler = logging.getLogger("torch.distributed.elastic"), logging.FileHandler(path, mode="w", delay=True)
+    logger, handler = logging.getLogger("torch.distributed.elastic"), logging.FileHandler(path, delay=True)
     propagate, logger.propagate = logger.propagate, False
     logger.addHandler(handler)
     try:

@@ -20,6 +20,7 @@ from meg_compile.plan import Plan
 from meg_compile.runtime.precision import read_copies
 from meg_compile.runtime.recompute import Recomputed
 from meg_compile.runtime.regather import Regather
+from meg_compile.runtime.watch import progress
 from meg_compile.schedules import SCHEDULES
 
 
@@ -42,6 +43,7 @@ class StageModule(nn.Module):
         self.later = later
 
     def forward(self, *received: torch.Tensor, **fields: torch.Tensor) -> Any:
+        progress()
         with Regather() if self.regather else nullcontext():
             return self.body(*received, **{name: fields[name] for name in self.fields})
 

@@ -21,7 +21,7 @@ def main(entry: str, run_dir: Path) -> int:
     """
     rank = int(os.environ["RANK"])
     if rank:
-        log = os.open(run_dir / "logs" / f"rank_{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o644)
+        log = os.open(run_dir / "logs" / f"rank_{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(log, 1)
         os.dup2(log, 2)
     signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import sys
 import time
 import traceback
@@ -14,16 +15,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from meg_compile.errors import Exited
+from meg_compile.errors import Exited, MegError
 from meg_compile.runtime.blame import LOST_PEER
 from meg_compile.runtime.worker import end_with_parent
 
-LATE_SECONDS = 5
+LATE_SECONDS, LOOK_SECONDS = 5, 0.02
 TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 PATIENCE_TO_MEET = timedelta(minutes=5)
 PATIENCE_TO_HEAR = timedelta(hours=1)
+NO_LIMIT = timedelta(days=20)  # whose milliseconds fit into 31 bits
 RUN_KEY = "meg_compile/run"
 
 
@@ -51,6 +54,8 @@ class World:
         backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
         if device.type == "cuda":
             torch.cuda.set_device(device)
+        # Of this group and of all that are made later; `Watch` ends what hangs.
+        c10d.default_pg_timeout = c10d.default_pg_nccl_timeout = NO_LIMIT
         store = dist.PrefixStore("meg_compile/groups", self.store)
         dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.size)
 
@@ -64,7 +69,33 @@ def join() -> World:
     """Meets the other processes, by what torchrun (or `launch`) left in the environment."""
     store, rank, size = next(iter(dist.rendezvous("env://", timeout=PATIENCE_TO_MEET)))
     local_rank = int(os.environ["LOCAL_RANK"])
+    store = dist.PrefixStore(attempt_name(store, rank, size), store)
     return World(rank, size, local_rank, int(os.environ.get("LOCAL_WORLD_SIZE") or size), store)
+
+
+def attempt_name(store: dist.Store, rank: int, size: int) -> str:
+    """A name that the processes of this attempt have in common, and those of none before.
+
+    torchrun keeps the store when it starts processes again, with all that is in it, and counts attempts on each machine
+    for itself. So every rank asks rank 0 by a name that it has just made up, until all have heard.
+    """
+    mine = f"attempt_{secrets.token_hex(8)}"
+    if rank:
+        store.set(f"asks_{rank}", mine)
+        name = store.get(f"{mine}_belongs_to").decode()
+        store.set(f"{name}_heard_{rank}", "")
+        return name
+    unheard, deadline = set(range(1, size)), time.monotonic() + PATIENCE_TO_MEET.total_seconds()
+    while unheard:
+        for other in sorted(unheard):
+            if store.check([f"{mine}_heard_{other}"]):
+                unheard.discard(other)
+            elif store.check([f"asks_{other}"]):
+                store.set(f"{store.get(f'asks_{other}').decode()}_belongs_to", mine)
+        if time.monotonic() > deadline:
+            raise MegError(f"ranks {', '.join(map(str, sorted(unheard)))} have not come in {PATIENCE_TO_MEET}")
+        time.sleep(LOOK_SECONDS)
+    return mine
 
 
 def under_torchrun(function: Callable[..., int], *args: Any) -> int:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from meg_compile.errors import Fault, Refused
+from meg_compile.runtime.watch import progress
 from meg_compile.train.rows import check_alike, fold, num_rows, read_row, seeded_reads
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -117,6 +118,7 @@ def read_rows(
     samples = []
     with seeded_reads() as seed_generators:
         for position, index in rows:
+            progress()
             seed_generators(seed, position)
             samples.append(read_row(dataset, index, fields, dtype))
     for (_, index), sample in zip(rows, samples, strict=True):

@@ -41,9 +41,11 @@ class RunLog:
         self.earlier = lines_until(earlier, done) if earlier else []
 
     def __enter__(self) -> "RunLog":
-        self.metrics = (self.run_dir / "metrics.jsonl").open("w")
-        self.metrics.writelines(self.earlier)
-        self.metrics.flush()
+        path = self.run_dir / "metrics.jsonl"
+        part = path.with_suffix(".part")  # what is there may be the only copy of the steps before
+        part.write_text("".join(self.earlier))
+        part.replace(path)
+        self.metrics = path.open("a")
         self.tensorboard = SummaryWriter(
             str(self.run_dir / "tensorboard"), purge_step=self.done + 1 if self.done else None
         )

@@ -13,6 +13,7 @@ from meg_compile.ops.counted import Places, row_keys
 from meg_compile.passes.tokens import HALVES
 from meg_compile.runtime.learning_rate import learning_rates
 from meg_compile.runtime.optimizer import build_optimizer, set_lr
+from meg_compile.runtime.watch import progress
 from meg_compile.train.batches import DTYPES, batches_of
 from meg_compile.verify.dropout import DropoutExact, DropoutOff
 
@@ -39,6 +40,11 @@ class Plain:
         torch.manual_seed(config.train.seed)
         self.dtype = DTYPES[config.precision]
         self.model = factory().to(device=device, dtype=torch.float32 if self.dtype in HALVES else self.dtype).train()
+        for module in self.model.modules():
+            module.register_forward_hook(lambda *_: progress())
+        for parameter in self.model.parameters():
+            if parameter.requires_grad:
+                parameter.register_hook(lambda _: progress())
         self.rows = config.train.micro_batch_size
         self.loss, self.device, self.clip_grad = loss, device, config.train.clip_grad
         self.seed, self.draws = config.train.seed, draws
