@@ -12,8 +12,8 @@ from checkpoints import ADAM, PLANS, run
 from training import config, on_ranks
 
 import meg_compile.checkpoint.saver as saver
-from meg_compile.checkpoint.folder import name_of, prune, steps_in
-from meg_compile.checkpoint.resume import resume_faults
+from meg_compile.checkpoint.folder import damage, name_of, prune, steps_in
+from meg_compile.checkpoint.resume import look_at, resume_faults
 from meg_compile.errors import MegError, Refused
 
 ONE_LAYER = {"factory": lambda: models.TinyGPT(layers=1)}
@@ -95,6 +95,48 @@ def test_a_damaged_one_is_passed_over_or_refused(how, saved, tmp_path, capsys):
     assert f"passed over: {DAMAGE[how]}" in out and f"checkpoint: goes on from {directory / 'step_1'}\n" in out
     assert result["resumed_step"] == 1 and (directory / "step_3").is_dir()
     assert not list(directory.glob("*.part"))
+
+
+def half(file, _):
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+def empty(file, _):
+    file.write_bytes(b"")
+
+
+def one_bit(file, _):
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 4
+    file.write_bytes(content)
+
+
+def gone(file, _):
+    file.unlink()
+
+
+def of_the_other_step(file, other):
+    shutil.copy(other / file.name, file)
+
+
+FILES = ("manifest.json", "index.json", "state.json", "rank_0.safetensors", "rank_1.safetensors")
+
+
+WAYS = [(how, name) for how in (half, empty, one_bit, gone, of_the_other_step) for name in FILES]
+WAYS.remove((of_the_other_step, "index.json"))  # which is the same
+
+
+@pytest.mark.parametrize(("how", "name"), WAYS, ids=lambda value: getattr(value, "__name__", value))
+def test_every_damaged_file_is_named(how, name, saved, tmp_path):
+    path = shutil.copytree(saved, tmp_path / "ck") / "step_2"
+    assert not damage(path, look_at(path).files, FILES[1:])
+    how(path / name, saved / "step_1")
+    try:
+        said = "; ".join(damage(path, look_at(path).files, FILES[1:]))
+    except ValueError as error:
+        said = str(error)
+    named = [file for file in FILES if file in said]
+    assert name in named if name != "manifest.json" else said
 
 
 def test_where_all_are_damaged_nothing_starts(saved, tmp_path):
