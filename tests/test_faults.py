@@ -87,6 +87,8 @@ def test_processes_of_one_attempt_find_each_other_in_the_store_of_all_attempts()
         ({"launch__max_restarts": 2, "checkpoint__dir": "ck"}, True, "use torchrun's --max-restarts=2"),
         ({"launch__max_restarts": 2, "checkpoint__dir": "ck", "task": "verify"}, False, "task=verify saves nothing"),
         ({"launch__max_restarts": 2, "checkpoint__dir": "ck"}, False, ""),
+        ({"checkpoint__dir": f"{__file__}/ck"}, False, "test_faults.py is a file, not a directory"),
+        ({"task": "generate", "generate__prompts": [[1]], "init__path": "w", "plan__dp": 3}, False, ""),
         ({}, True, ""),
     ],
 )

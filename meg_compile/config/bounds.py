@@ -61,6 +61,7 @@ EXAMPLES = {
     "verify.tolerance": "1e-09",
     "export.max_shard_gb": "5",
     "launch.timeout": "600",
+    "generate.top_p": "0.9",
 }
 
 

@@ -56,7 +56,7 @@ def _sizes(v: Mapping[str, Any]) -> dict[str, int]:
 
 def _batch(v: Mapping[str, Any], here: Here) -> list[Fault]:
     total, micro, dp = v["train.global_batch_size"], v["train.micro_batch_size"], v["plan.dp"]
-    if total % (micro * dp) == 0:
+    if total % (micro * dp) == 0 or v["task"] == "generate":
         return []
     unit = micro * dp
     below = [f"{total // unit * unit}"] if total > unit else []
@@ -278,6 +278,13 @@ def _checkpoint(v: Mapping[str, Any], here: Here) -> list[Fault]:
         faults.append(Fault("checkpoint.every", every, "there is no directory to save into", fix))
     if directory is not None and os.path.lexists(directory) and not os.path.isdir(directory):
         faults.append(Fault("checkpoint.dir", directory, "is a file, not a directory", "choose another place"))
+    parent = directory and os.path.dirname(directory)
+    while parent and not os.path.lexists(parent):
+        parent = os.path.dirname(parent)
+    if parent and not os.path.isdir(parent):
+        faults.append(
+            Fault("checkpoint.dir", directory, f"{parent} is a file, not a directory", "choose another place")
+        )
     known = [name for name in ("SIGUSR1", "SIGUSR2", "SIGHUP", "SIGALRM", "SIGCONT") if hasattr(signal, name)]
     if number is not None and number not in known:
         problem = "no such signal to stop by" if not hasattr(signal, number) else "it means something else"
