@@ -30,10 +30,7 @@ def saved_specs(program: Program) -> dict[str, ParamSpec]:
 def tensors_of(trainer: Any) -> dict[str, Held]:
     """All that this rank holds. The random streams are copies, all else is what training changes."""
     executor, rank = trainer.executor, trainer.groups.rank
-    found = {}
-    for name, spec in saved_specs(trainer.program).items():
-        if name in executor.specs:
-            found[f"{MODEL}{name}"] = _held(executor, spec, executor.tensors[name])
+    found = _model_of(executor)
     for name, parameter in executor.parameters.items():
         for what, value in _moments(trainer.optimizer, parameter).items():
             found[f"{OPTIMIZER}{name}.{what}"] = _moment(trainer, name, what, value)
@@ -98,8 +95,7 @@ def take(trainer: Any, reader: Reader, state: dict[str, Any], settings: dict[str
 
 def take_weights(executor: Any, reader: Reader) -> None:
     """Give an executor the model of a checkpoint that fits. All ranks call this."""
-    own = {name: spec for name, spec in saved_specs(executor.program).items() if name in executor.specs}
-    wanted = {f"{MODEL}{name}": _held(executor, spec, executor.tensors[name]) for name, spec in own.items()}
+    wanted = _model_of(executor)
     with torch.no_grad():
         dcp.load(wanted, storage_reader=reader, planner=LoadPlanner(), no_dist=not dist.is_initialized())
 
@@ -183,6 +179,11 @@ def _moment(trainer: Any, name: str, what: str, value: Any) -> Held:
         return held_whole(value)
     kind = type(trainer.optimizer).__name__
     raise MegError(f"checkpoints hold what is laid out like a parameter, or one number; {kind}'s {what} is neither")
+
+
+def _model_of(executor: Any) -> dict[str, Held]:
+    own = {name: spec for name, spec in saved_specs(executor.program).items() if name in executor.specs}
+    return {f"{MODEL}{name}": _held(executor, spec, executor.tensors[name]) for name, spec in own.items()}
 
 
 def _held(executor: Any, spec: ParamSpec, tensor: torch.Tensor) -> Held:

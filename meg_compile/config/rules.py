@@ -249,13 +249,18 @@ def _context(v: Mapping[str, Any], here: Here) -> list[Fault]:
     return [Fault("data.seq_len", seq_len, problem, f"use data.seq_len={context} or less, or model.context={seq_len}")]
 
 
+def _file_above(path: str) -> str:
+    """The nearest of the directories above a path that there is, where it is none; "" where all is well."""
+    parent = os.path.dirname(path)
+    while parent and not os.path.lexists(parent):
+        parent = os.path.dirname(parent)
+    return "" if os.path.isdir(parent) else parent
+
+
 def _export(v: Mapping[str, Any], here: Here) -> list[Fault]:
     path = v["export.path"]
     if path is None:
         return []
-    parent = os.path.dirname(path)
-    while parent and not os.path.lexists(parent):
-        parent = os.path.dirname(parent)
     is_file = path.endswith(".safetensors")
     if is_file and os.path.isdir(path):
         return [Fault("export.path", path, "is a directory", "name a file in it, such as model.safetensors")]
@@ -265,8 +270,8 @@ def _export(v: Mapping[str, Any], here: Here) -> list[Fault]:
         return [
             Fault("export.path", path, "is a directory with something in it", "name a new one, or a .safetensors file")
         ]
-    if parent and not os.path.isdir(parent):
-        return [Fault("export.path", path, f"{parent} is a file, not a directory", "choose another place")]
+    if above := _file_above(path):
+        return [Fault("export.path", path, f"{above} is a file, not a directory", "choose another place")]
     return []
 
 
@@ -278,13 +283,8 @@ def _checkpoint(v: Mapping[str, Any], here: Here) -> list[Fault]:
         faults.append(Fault("checkpoint.every", every, "there is no directory to save into", fix))
     if directory is not None and os.path.lexists(directory) and not os.path.isdir(directory):
         faults.append(Fault("checkpoint.dir", directory, "is a file, not a directory", "choose another place"))
-    parent = directory and os.path.dirname(directory)
-    while parent and not os.path.lexists(parent):
-        parent = os.path.dirname(parent)
-    if parent and not os.path.isdir(parent):
-        faults.append(
-            Fault("checkpoint.dir", directory, f"{parent} is a file, not a directory", "choose another place")
-        )
+    if directory is not None and (above := _file_above(directory)):
+        faults.append(Fault("checkpoint.dir", directory, f"{above} is a file, not a directory", "choose another place"))
     known = [name for name in ("SIGUSR1", "SIGUSR2", "SIGHUP", "SIGALRM", "SIGCONT") if hasattr(signal, name)]
     if number is not None and number not in known:
         problem = "no such signal to stop by" if not hasattr(signal, number) else "it means something else"
