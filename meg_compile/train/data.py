@@ -27,6 +27,8 @@ class TextRows(Dataset):
     Refused: a file that cannot be read, a text that makes no row.
     """
 
+    least = 1, "a row holds at least one token"
+
     def __init__(
         self,
         seq_len: int,
@@ -35,8 +37,9 @@ class TextRows(Dataset):
         split: Any = None,
         part: Part = "train",
     ):
-        if seq_len < 1:
-            raise Refused(Fault("data.seq_len", seq_len, "a row holds at least one token", "use 1 or more"))
+        least, why = self.least
+        if seq_len < least:
+            raise Refused(Fault("data.seq_len", seq_len, why, f"use {least} or more"))
         self.seq_len = seq_len
         if tokenizer is not None:
             self.vocab_size, self.tokens = _tokenized(path, tokenizer)
@@ -79,17 +82,7 @@ class TextHalves(TextRows):
     w[h - 1 : -1], "labels": w[h:]}, so the decoder starts from the last token that the encoder reads.
     """
 
-    def __init__(
-        self,
-        seq_len: int,
-        path: str | None = None,
-        tokenizer: str | None = None,
-        split: Any = None,
-        part: Part = "train",
-    ):
-        if seq_len < 2:
-            raise Refused(Fault("data.seq_len", seq_len, "each half holds at least one token", "use 2 or more"))
-        super().__init__(seq_len, path, tokenizer, split, part)
+    least = 2, "each half holds at least one token"
 
     def __getitem__(self, i: int) -> dict[str, Tensor]:
         window, half = super().__getitem__(i)["input_ids"], self.seq_len // 2
